@@ -48,19 +48,24 @@ static float shared(const Asking &of, int64_t whole) {
     }
     return 1 / sum16(total);
 }
-// Of a run's slots so many numbers each, for the heads that begin there.
-static inline void fetch_run(const bf16 *from, int64_t step, int64_t numbers) {
-    for (int64_t s = 0; s < 16; s++)
-        for (int64_t i = 0; i < numbers; i += 32) __builtin_prefetch(from + s * step + i, 0, 2);
-}
-// What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time. fetch:
-// numbers of a slot that are fetched ahead, for all heads of this call, of the first `ahead` runs.
+// What the next row's queries will read, fetched while this one's are answered: of its keys and of its values
+// `lines` each, `each` of both a run and head.
+struct Ahead {
+    const char *keys, *values;
+    int64_t lines, each, at = 0;
+    inline void fetch() {
+        for (int64_t to = at + each < lines ? at + each : lines; at < to; at++) {
+            __builtin_prefetch(keys + 64 * at, 0, 2);
+            __builtin_prefetch(values + 64 * at, 0, 2);
+        }
+    }
+};
+// What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time.
 template <int E32, int M>
 static inline void gathered(const Asking *of, const bf16 *const *from, int64_t runs, int64_t step,
-                            const float *factor, int64_t ahead, int64_t fetch) {
+                            const float *factor) {
     __m512 sum[M][2 * E32] = {};
     for (int64_t run = 0; run < runs; run++) {
-        if (run + 1 < ahead) fetch_run(from[run + 1], step, fetch);
         for (int64_t s = 0; s < 16; s += 2) {
             const bf16 *x = from[run] + s * step;
             __m512bh share[M];
@@ -92,17 +97,16 @@ static inline void gathered(const Asking *of, const bf16 *const *from, int64_t r
         }
 }
 // Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
-// `whole` on aren't seen by all. fetch: numbers of a slot that are fetched ahead, where this is the call's
-// first head.
+// `whole` on aren't seen by all.
 template <int E32>
 static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                   const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
-                  float scale, int64_t fetch) {
+                  float scale, Ahead &next) {
     constexpr int MANY = E32 > 2 ? 2 : 4;
     __m512i columns[16 * E32];
     float factor[MANY];
     for (int64_t run = 0; run < runs; run++) {
-        if (run + 1 < whole) fetch_run(keys[run + 1], step, fetch);
+        next.fetch();
         for (int c = 0; c < E32; c++) transposed16(keys[run] + 32 * c, step, columns + 16 * c, 1);
         int64_t q = 0;
         for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, columns, 16 * run, scale);
@@ -113,12 +117,12 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
                 if (!of[q].sees(s)) of[q].scores[s] = -INFINITY;
     }
     for (int64_t q = 0; q < count; q += MANY) {
-        int64_t left = count - q < MANY ? count - q : MANY, ahead = q ? 0 : whole;
+        int64_t left = count - q < MANY ? count - q : MANY;
         for (int64_t m = 0; m < left; m++) factor[m] = shared(of[q + m], 16 * runs);
-        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor, ahead, fetch);
-        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor, ahead, fetch);
-        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor, ahead, fetch);
-        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor, ahead, fetch);
+        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor);
+        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor);
+        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor);
+        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor);
     }
 }
 
@@ -161,7 +165,14 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                 memcpy(&copies[side * apart + (s - 16 * whole) * step + from * E],
                        at[side] + s * step + from * E, (to - from) * E * sizeof(bf16));
         }
-        int64_t count = asking.size() * group;
+        int64_t count = asking.size() * group, heads_here = to - from;
+        Ahead next{};
+        if (end < tokens) {
+            int64_t row = place(end) / across, seen = p.width < p.lens[row] ? p.width : p.lens[row];
+            int64_t base = layer * p.layer_step + row * p.row_step;
+            next = {(const char *)(p.keys + base), (const char *)(p.values + base), seen * step / 32,
+                    seen * step / 32 / (runs * heads_here) + 1};
+        }
         keys.resize(runs), values.resize(runs);
         scores.resize(TOGETHER * 16 * runs), shares.resize(TOGETHER * 16 * runs);
         for (int64_t h = from; h < to; h++) {
@@ -182,7 +193,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
                 mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step,
-                    (float)b.scale, h == from && !q ? (to - from) * E : 0);
+                    (float)b.scale, next);
             }
         }
     }
