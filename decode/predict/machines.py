@@ -56,8 +56,8 @@ class Machine(NamedTuple):
 
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu:
 # one thread of an AMD EPYC with AVX-512, bandwidth by a twin of 516M (docs/results/peers.json; of
-# bf16's bytes, three quarters of which are read), loop by profile; all others are those of a grid
-# by which docs/results/quickstart.json and load.json come out nearest.
+# bf16's bytes, three quarters of which are read), loop by profile; all others are those of a
+# search by which docs/results/quickstart.json and load.json come out nearest.
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -66,5 +66,5 @@ MACHINES = {
     "a100-40": Machine(39, 312, 1555),
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
-    "cpu": Machine(16, 0.5, 37, 2, 15, 0.45, True, 32, 100, round=30, loop=300, host=0.4),
+    "cpu": Machine(16, 0.5, 42, 1.4, 61, 0.95, True, 32, 196, round=76, loop=300, host=0.7),
 }
