@@ -94,8 +94,8 @@ class BlockDrafter(HeadDrafter):
             ready = lit is not None and lit.drafts(self.lm_head, rows)
         else:
             ready = native.reads_out(self.lm_head, rows * (nodes - 1))
-            few = None if self.after is None else self.after.few
-            by_token = plan.light == "markov" and few is not None and rows <= few.most
+            after = None if self.after is None else self.after.native
+            by_token = plan.light == "markov" and after is not None and rows <= after.most
             ready = ready and (type(light) is Light or by_token)
         if not ready:
             return None

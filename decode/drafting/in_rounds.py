@@ -141,10 +141,10 @@ def heads_rounds(
     """Of heads without attention: of every level residual blocks, each weight and bias of a map and
     where there is one of what that is added to, and an LM head. embedding_VH: of those that read
     their path's tokens; prefix: layers that the target's states go through first, where their keys
-    and values lie, and of how many positions. None where products of a few tokens aren't C++'s.
+    and values lie, and of how many positions. None where products aren't C++'s.
     """
-    few = all(one.few is not None for one in outputs)
-    if not few or state_BH.dtype != torch.bfloat16:
+    ready = all(one.native is not None for one in outputs)
+    if not ready or state_BH.dtype != torch.bfloat16:
         return None
     held = [(_Block * len(own))(*(_Block(*map(pointer, maps)) for maps in own)) for own in blocks]
     levels = (

@@ -212,8 +212,8 @@ class NativeBody:
 
     def reads_out(self, head: VocabHead, rows: int) -> bool:
         """Whether an LM head's logits of so many tokens are a product of C++ too."""
-        few = None if head.ids_D is not None else head.few
-        return few is not None and rows <= few.most
+        own = None if head.ids_D is not None else head.native
+        return own is not None and rows <= own.most
 
     def step(
         self,

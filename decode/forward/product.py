@@ -2,7 +2,7 @@
 
 Linear maps of one input are one product where their matrices lie side by side in memory, which
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
-bf16 products are C++'s (`FewTokens`). Where there is no compiler, or for more tokens than AMX's
+bf16 products are C++'s (`NativeProduct`). Where there is no compiler, or for more tokens than AMX's
 tiles multiply faster, matrices are packed, merged, for oneDNN's kernels, which else rearrange a
 matrix in every call: the packed copy costs their size again, once for all decoders. A processor
 that has none of these kernels multiplies in fp32.
@@ -45,7 +45,7 @@ class _Map(ctypes.Structure):
     _fields_ = [("weight", _P), ("bias", _P), ("out", _N)]
 
 
-class FewTokens:
+class NativeProduct:
     """The same products by C++ (`products.h`), on the weights compressed, or as they lie; None of
     more tokens than those of which it is the fastest. By strips of vectors all: with AVX-512's
     products of bf16 half the time of oneDNN's for up to 8 tokens, 0.7 for 16, as much from 64 on.
@@ -63,7 +63,7 @@ class FewTokens:
         self.most = int(library().tiles()) * library().most() or sys.maxsize
 
     @classmethod
-    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "FewTokens | None":
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "NativeProduct | None":
         """None for sizes that it doesn't know, or without a compiler."""
         made = library()
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
@@ -95,9 +95,9 @@ class Product:
         assert len(biases) in (0, len(weights)), "some of the maps have a bias, others none"
         self.tensors = tuple(weights), tuple(biases)
         self.packs = packs(self.weight)
-        self.few = FewTokens.of(*self.tensors) if self.packs else None
+        self.native = NativeProduct.of(*self.tensors) if self.packs else None
         self.version = -1
-        if self.packs and ONEDNN and self.few is None:
+        if self.packs and ONEDNN and self.native is None:
             self._pack()
         elif not self.packs:
             whole, bias = joined(weights), joined(biases)
@@ -121,7 +121,7 @@ class Product:
         """What each map gives, or all in one tensor."""
         if not self.packs:
             return linear(x, *self.tensors)
-        if self.few is not None and (made := self.few(x)) is not None:
+        if self.native is not None and (made := self.native(x)) is not None:
             return [made]
         if not ONEDNN:
             wider = ([part.float() for part in parts] for parts in self.tensors)

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.decode.forward import compressed as room
 from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.forward.product import FewTokens
+from draftsmith.decode.forward.product import NativeProduct
 from draftsmith.decode.forward.runner import Runner
 from tests.tools.tiny_llama import build_llama
 
@@ -37,8 +37,8 @@ def here() -> None:
         pytest.skip("this processor has no AVX2, or multiplies by tiles")
 
 
-def read(few: FewTokens, forms: bool) -> None:
-    for form in few.compressed:
+def read(product: NativeProduct, forms: bool) -> None:
+    for form in product.compressed:
         form.tell(forms)
 
 
@@ -53,21 +53,21 @@ def test_products_are_the_matrixs_to_the_last_bit(
     bias = [torch.randn(out).bfloat16()] if biased else []
     patches: list[int] = []
     for own in (weight, strange(weight.clone())):
-        few = FewTokens([own], bias)
-        (form,) = few.compressed
+        product = NativeProduct([own], bias)
+        (form,) = product.compressed
         assert form.held is not None
         found = form.held[1].tolist()
         blocks = [patch >> 24 for patch in found[: found.index(2**63 - 1)]]
         assert blocks == sorted(blocks)
         patches.append(len(blocks))
-        short = few(x)
-        read(few, False)
-        lying = few(x)
-        read(few, True)
+        short = product(x)
+        read(product, False)
+        lying = product(x)
+        read(product, True)
         assert short is not None and lying is not None
         assert torch.equal(short.view(torch.int16), lying.view(torch.int16))
         for tokens in (*range(1, 14), 24, 25):
-            made = few(x[:tokens])
+            made = product(x[:tokens])
             assert made is not None
             assert torch.equal(made.view(torch.int16), short[:tokens].view(torch.int16)), tokens
         if own is weight:
@@ -76,7 +76,7 @@ def test_products_are_the_matrixs_to_the_last_bit(
             assert ((short - exact).abs() <= 2**-8 * exact.abs() + 2**-20 * size).all()
         # It is what is read: with other bytes other products come of it.
         form.held[0][:, room.TABLE :].zero_()
-        assert not torch.equal(few(x[:2]), short[:2])
+        assert not torch.equal(product(x[:2]), short[:2])
     assert patches[1] > patches[0]
 
 
@@ -105,31 +105,31 @@ def test_one_form_for_all_while_anyone_holds_it() -> None:
     (first,), (again,) = room.compressed([weight]), room.compressed([weight])
     (part,) = room.compressed([weight[:4]])
     assert first is again is part
-    few = FewTokens([weight], [])
-    wanted, few.compressed = few(x), []
+    product = NativeProduct([weight], [])
+    wanted, product.compressed = product(x), []
     first.held[0].zero_()  # so that what it makes can be told
-    assert wanted is not None and not torch.equal(few(x), wanted)
+    assert wanted is not None and not torch.equal(product(x), wanted)
     del first, part
     gc.collect()
-    assert not torch.equal(few(x), wanted)
+    assert not torch.equal(product(x), wanted)
     del again
     gc.collect()
-    assert torch.equal(few(x), wanted)
+    assert torch.equal(product(x), wanted)
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_changed_matrix_is_compressed_anew(wide: bool) -> None:
     """After some products, until which it is read as it lies, as where it can't be any more."""
     weight, x = torch.randn(8, 64).bfloat16(), torch.randn(2, 64).bfloat16()
-    few = FewTokens([weight], [])
-    (form,) = few.compressed
+    product = NativeProduct([weight], [])
+    (form,) = product.compressed
     if wide:
         weight.copy_(2.0 ** torch.arange(512).remainder(100).view(8, 64))
     weight.mul_(3)
     for _ in range(room.AFTER):
-        made = few(x)
+        made = product(x)
         assert made is not None and not form.read
-    made = few(x)
+    made = product(x)
     assert made is not None and form.read is not wide
     exact = x.double() @ weight.double().T
     size = x.double().abs() @ weight.double().abs().T
@@ -137,21 +137,21 @@ def test_a_changed_matrix_is_compressed_anew(wide: bool) -> None:
     assert room.compressed([weight]) == [form] and (form.held is None) is wide
     if form.held is not None:
         form.held[0].zero_()
-        assert not torch.equal(few(x), made)
+        assert not torch.equal(product(x), made)
     weight.copy_(torch.ones(8, 64))  # which can be again
     assert room.compressed([weight]) == [form] and form.read
-    assert torch.allclose(few(x).float(), x.float().sum(-1, keepdim=True), atol=0.2)
+    assert torch.allclose(product(x).float(), x.float().sum(-1, keepdim=True), atol=0.2)
 
 
 @pytest.mark.parametrize("wholly", [False, True])
 def test_changes_that_torch_doesnt_count(wholly: bool) -> None:
     weight, x = torch.randn(8, 64).bfloat16(), torch.randn(2, 64).bfloat16()
-    few = FewTokens([weight], [])
-    before = few(x)
+    product = NativeProduct([weight], [])
+    before = product(x)
     weight.data.mul_(-1)
-    assert torch.equal(few(x), before)
+    assert torch.equal(product(x), before)
     room.compressed([weight], wholly=wholly)
-    assert torch.equal(few(x), -before) is wholly
+    assert torch.equal(product(x), -before) is wholly
 
 
 def test_storage_that_a_parameter_left_is_nobody_elses() -> None:
@@ -165,18 +165,18 @@ def test_storage_that_a_parameter_left_is_nobody_elses() -> None:
 
 def test_a_form_is_not_freed_while_it_is_read() -> None:
     weight, x = torch.randn(64, 1024).bfloat16(), torch.randn(4, 1024).bfloat16()
-    few, done = FewTokens([weight], []), False
-    wanted = few(x)
+    product, done = NativeProduct([weight], []), False
+    wanted = product(x)
 
     def reads() -> bool:
         same = True
         while not done:
-            same = same and torch.equal(few(x), wanted)
+            same = same and torch.equal(product(x), wanted)
         return same
 
     with ThreadPoolExecutor(2) as pool:
         reading = [pool.submit(reads) for _ in range(2)]
-        few.compressed.clear()
+        product.compressed.clear()
         for _ in range(300):
             assert room.compressed([weight])
         done = True
@@ -186,8 +186,8 @@ def test_a_form_is_not_freed_while_it_is_read() -> None:
 def test_callers_at_once_that_find_a_matrix_changed() -> None:
     """One of them makes its form anew: no buffers go that others read."""
     weight, x = torch.randn(256, 1024).bfloat16(), torch.randn(4, 1024).bfloat16()
-    few = FewTokens([weight], [])
-    (form,) = few.compressed
+    product = NativeProduct([weight], [])
+    (form,) = product.compressed
     lost, make = [], form.make
 
     def made() -> None:
@@ -199,7 +199,7 @@ def test_callers_at_once_that_find_a_matrix_changed() -> None:
     with ThreadPoolExecutor(3) as pool:
         for _ in range(20):
             weight.mul_(-1)
-            found = [*pool.map(lambda _: few(x), range(60))]
+            found = [*pool.map(lambda _: product(x), range(60))]
             assert all(torch.equal(one, found[0]) for one in found)
     assert len(lost) == 20 and not any(lost)
 

@@ -30,9 +30,9 @@ def given() -> tuple[Product, Tensor]:
 
 
 def by_hand(product: Product, x: Tensor, count: int) -> Tensor:
-    few, made = product.few, torch.full((len(x), 302), float("nan")).bfloat16()
-    assert few is not None
-    few.call(few.maps, len(few.maps), x.data_ptr(), made.data_ptr(), len(x), *few.sizes, count)
+    own, made = product.native, torch.full((len(x), 302), float("nan")).bfloat16()
+    assert own is not None
+    own.call(own.maps, len(own.maps), x.data_ptr(), made.data_ptr(), len(x), *own.sizes, count)
     return made
 
 

@@ -21,7 +21,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward import native, product
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.lean_heads import LeanStack
-from draftsmith.decode.forward.product import FewTokens, Product, VocabHead
+from draftsmith.decode.forward.product import NativeProduct, Product, VocabHead
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.sampling import RowParams, SamplingParams, log_race, position_keys
 from draftsmith.decode.token_tree import WITHOUT_REPLACEMENT
@@ -110,14 +110,14 @@ def laws(drafter: Drafting) -> list[Tensor]:
 def test_laws_are_torchs(
     kind: str, target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran, calls, init = set(), FewTokens.__call__, FewTokens.__init__
+    ran, calls, init = set(), NativeProduct.__call__, NativeProduct.__init__
     states, keep = native.NativeBody.states, native.NativeBody.keep
 
-    def begun(self: FewTokens, *given: Any, **how: Any) -> None:
+    def begun(self: NativeProduct, *given: Any, **how: Any) -> None:
         init(self, *given, **how)
         self.most = 32  # on a machine too where it isn't faster
 
-    def called(self: FewTokens, x: Tensor) -> Tensor | None:
+    def called(self: NativeProduct, x: Tensor) -> Tensor | None:
         made = calls(self, x)
         ran.add("a prompt" if made is None else "products")
         return made
@@ -132,8 +132,8 @@ def test_laws_are_torchs(
         return made
 
     with monkeypatch.context() as watched:
-        watched.setattr(FewTokens, "__init__", begun)
-        watched.setattr(FewTokens, "__call__", called)
+        watched.setattr(NativeProduct, "__init__", begun)
+        watched.setattr(NativeProduct, "__call__", called)
         fast = drafter_of(kind, target)
         ran.clear()
         watched.setattr(native.NativeBody, "states", passed)
@@ -182,20 +182,20 @@ def test_products_of_few_tokens(bias: bool) -> None:
     weights = [torch.randn(outputs, inputs).bfloat16() for outputs in (38, 5)]
     biases = [torch.randn(len(weight)).bfloat16() for weight in weights] if bias else []
     made, x_TI = Product(weights, biases), torch.randn(7, inputs).bfloat16()
-    assert made.few is not None and made.version == -1, "nothing is packed before it is needed"
-    made.few.most = 6  # on a machine too where it isn't faster
+    assert made.native is not None and made.version == -1, "nothing is packed before it is needed"
+    made.native.most = 6  # on a machine too where it isn't faster
     for turn in range(2):
         weight_OI = torch.cat(weights).double()
         right_TO = x_TI.double() @ weight_OI.T + (torch.cat(biases).double() if bias else 0)
         for tokens in range(1, 8):
             found_TO = made(x_TI[:tokens])
-            assert made.few(x_TI[:7]) is None
+            assert made.native(x_TI[:7]) is None
             error_TO = (found_TO.double() - right_TO[:tokens]).abs()
             assert (error_TO <= 2**-8 * right_TO[:tokens].abs() + 1e-4).all(), (turn, tokens)
         alone = torch.cat([made(x_TI[t : t + 1]) for t in range(6)])
         assert torch.equal(alone, made(x_TI[:6])) and torch.equal(made(x_TI[:6, None])[:, 0], alone)
         weights[1].mul_(2)
-    assert Product([weights[0][:, :184].clone()]).few is None
+    assert Product([weights[0][:, :184].clone()]).native is None
 
 
 @needs_compiler
@@ -212,11 +212,11 @@ def test_a_targets_logits_are_a_rounds_whatever_its_tokens(size: int, one_thread
     among_TV = head.logits(x_TH)
     assert ((among_TV - right_TV).abs() <= 2**-8 * right_TV.abs() + 1e-4).all()
     if product.library().most():
-        assert head.few is not None and head.few.most >= 80
+        assert head.native is not None and head.native.most >= 80
         assert head.version == -1, "nothing is packed for what isn't multiplied"
         for tokens in (1, 5, 6, 7, 17, 32):
             assert torch.equal(head.logits(x_TH[:tokens]), among_TV[:tokens]), tokens
-        assert head.few(x_TH.float()) is None
+        assert head.native(x_TH.float()) is None
 
 
 @torch.inference_mode()
@@ -228,7 +228,7 @@ def test_several_threads_have_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -
     alone_TV = head.logits(x_TI)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert torch.equal(head.logits(x_TI), alone_TV)
-    assert head.few is None or head.version == -1
+    assert head.native is None or head.version == -1
 
 
 ASKS: dict[str, Any] = {
