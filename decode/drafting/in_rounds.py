@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, pointer
-from draftsmith.decode.forward.compressed import compressed
+from draftsmith.decode.forward.compressed import follow
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
 from draftsmith.decode.forward.product import Product, VocabHead, sides
@@ -126,8 +126,8 @@ def one_pass_rounds(
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
     block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
-    read = held, each, norms, trunk, compressed((trunk.tensors[3], trunk.tensors[5]))
-    return called(block, read, made.draft_one_pass, made.told_one_pass)
+    follow((trunk.tensors[3], trunk.tensors[5]))
+    return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
 
 
 def heads_rounds(
@@ -160,9 +160,9 @@ def heads_rounds(
         before, at, how.slots = native.body, _pass(native, pool), pool.slots
     first = (None if one is None else ctypes.addressof(one) for one in (before, at))
     heads = _Heads(state_BH.shape[1], *parts, *first)
-    forms = compressed([part for own in blocks for maps in own for part in maps[::2]])
-    read = how, laid, held, before, at, forms, compressed([one.weight for one in outputs])
-    return called(heads, read, made.draft_heads, made.told_heads)
+    follow(part for own in blocks for maps in own for part in maps[::2])
+    follow(output.weight for output in outputs)
+    return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
 def either_rounds(
@@ -199,7 +199,8 @@ def _parts(
     how.temperature = drawn.temperature
     how.head, how.bias, how.ids = map(pointer, (*sides(head), head.ids_D))
     held = [native.body, _pass(native, pool), how]
-    return [*held, compressed([head.weight])], [*map(ctypes.addressof, held)]
+    follow([head.weight])
+    return held, [*map(ctypes.addressof, held)]
 
 
 def _pass(native: NativeBody, pool: KVPool) -> PassCall:
@@ -216,7 +217,8 @@ def _fusing(draft: _Draft, fuse: Sequence[Any], state_BH: Tensor) -> tuple[_Head
     wide = state_BH.shape[1] if weight is None else weight.shape[1]
     each = ctypes.addressof(norms) if len(norms) else None
     fusing = pointer(of_all), each, pointer(weight), pointer(bias), wide
-    return _Head(draft, *fusing, pointer(state_BH)), (norms, compressed([weight]))
+    follow([weight])
+    return _Head(draft, *fusing, pointer(state_BH)), norms
 
 
 def called(drafter: ctypes.Structure, held: Any, *how: Any) -> InRounds:

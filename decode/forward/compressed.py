@@ -24,7 +24,7 @@ from draftsmith.decode.forward.compiled import library, place, pointer
 ROOM = 2  # times the size of what is to be compressed that must be free
 SPARE = 10  # and of all memory one part in so many
 STRIP, TABLE = 32, 64  # outputs that lie side by side, and bytes before them
-STEP = 16  # what inputs are multiples of
+STEP = 16  # what inputs of products in C++ are multiples of
 AFTER = 16  # products with a changed matrix that take as long as to compress it
 PATCHES = 1000  # weights that have one with other exponents than the table's, at most
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than its machine
@@ -94,10 +94,10 @@ def version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def follow(weights: Iterable[Tensor], wholly: bool = False, after: int = AFTER) -> None:
+def follow(weights: Iterable[Tensor | None], wholly: bool = False, after: int = AFTER) -> None:
     """As of `Compressed`, of those of them that have a form."""
     for weight in weights if _known else ():
-        if (form := _known.get(weight.data_ptr())) is not None:
+        if weight is not None and (form := _known.get(weight.data_ptr())) is not None:
             form.follow(wholly, after)
 
 

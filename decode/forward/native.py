@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library, place, pointer
-from draftsmith.decode.forward.compressed import compressed, follow
+from draftsmith.decode.forward.compressed import STEP, compressed, follow
 from draftsmith.decode.forward.kv import KVPool, SlotCache
-from draftsmith.decode.forward.product import ONEDNN, STEP, VocabHead, sides
+from draftsmith.decode.forward.product import ONEDNN, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
@@ -95,7 +95,6 @@ class NativeBody:
         # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or,
         # without AVX-512, not much slower; and a prompt then comes out as it does alone.
         self.longest = sys.maxsize if ONEDNN and not made.tiles() else PIECE
-        self.longest *= self.most > 0
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)
@@ -111,7 +110,7 @@ class NativeBody:
     def of(cls, body: Any, front: Front | None = None) -> "NativeBody | None":
         """The native form of a lean body, or of a lean head's layers; None where there is none."""
         known = fits(body, front) and (made := library()) is not None
-        return cls(body, made, front) if known else None
+        return cls(body, made, front) if known and made.most() else None
 
     @property
     def body(self) -> _Body:

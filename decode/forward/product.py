@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.decode.forward.compiled import library
-from draftsmith.decode.forward.compressed import compressed, follow, version
+from draftsmith.decode.forward.compressed import STEP, compressed, follow, version
 from draftsmith.models.target import is_quantised, native_bf16
 
 PACK_FOR = 4  # rows that the packing is tuned for: a round's worth
-STEP = 16  # what the widths of what runs in C++ are multiples of
 HALF = (torch.bfloat16, torch.float16)
 # Whether oneDNN multiplies in bf16 here. torch's own product then takes 3 to 10 times an fp32 one.
 ONEDNN = native_bf16("cpu")

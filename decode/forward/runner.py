@@ -319,14 +319,10 @@ class Runner:
         if not agree(wanted, fast._trial(), self.dtype):
             return
         self.call, native = lean, NativeBody.of(lean) if self.leader is None else None
-        if native is None:
-            return
-        lean.native = native.unbound()
-        if not agree(wanted, fast._trial(), self.dtype):
-            lean.native = None
-            return
-        lean.native = native
-        native.compressed += compressed([self.head.weight])
+        if native is not None:
+            lean.native = native.unbound()
+            lean.native = native if agree(wanted, fast._trial(), self.dtype) else None
+            native.compressed += compressed([self.head.weight])
 
     @torch.inference_mode()
     def _check_mixers(self) -> None:
