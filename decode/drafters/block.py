@@ -93,9 +93,9 @@ class BlockDrafter(HeadDrafter):
         if self.nodes is not None:
             ready = lit is not None and lit.drafts(self.lm_head, rows)
         else:
-            ready = native.reads_out(self.lm_head, rows * (nodes - 1))
+            ready = native.reads_out(self.lm_head)
             after = None if self.after is None else self.after.native
-            by_token = plan.light == "markov" and after is not None and rows <= after.most
+            by_token = plan.light == "markov" and after is not None
             ready = ready and (type(light) is Light or by_token)
         if not ready:
             return None

@@ -28,19 +28,19 @@ static inline void scored(const Asking *of, const __m512i *keys, int64_t first, 
     for (int m = 0; m < M; m++) {
         F16 sum = ((F16)part[m][0] + (F16)part[m][1]) + ((F16)part[m][2] + (F16)part[m][3]);
         sum *= scale;
-        memcpy(of[m].scores + first, &sum, 64);
+        write(of[m].scores + first, sum);
     }
 }
 // Of a query's scores its shares, not yet divided by their sum, of which 1 is returned.
 static float shared(const Asking &of, int64_t whole) {
-    F16 most = (F16){} - INFINITY, total = (F16){}, score;
+    F16 most = (F16){} - INFINITY, total = (F16){};
     for (int64_t s = 0; s < whole; s += 16) {
-        memcpy(&score, of.scores + s, 64);
+        F16 score = read<F16>(of.scores + s);
         most = score > most ? score : most;
     }
     float top = _mm512_reduce_max_ps((__m512)most);
     for (int64_t s = 0; s < whole; s += 16) {
-        memcpy(&score, of.scores + s, 64);
+        F16 score = read<F16>(of.scores + s);
         F16 made = exp16(score - top);
         made = score == (F16){} - INFINITY ? (F16){} : made;
         total += made;
@@ -60,6 +60,19 @@ struct Ahead {
         }
     }
 };
+// Takes from queries' scores those of slots from first to last - 1 that they don't see.
+static inline void hide(const Asking *of, int64_t count, int64_t first, int64_t last) {
+    for (int64_t q = 0; q < count; q++)
+        for (int64_t s = of[q].allowed ? first : std::max(first, of[q].slots); s < last; s++)
+            if (!of[q].sees(s)) of[q].scores[s] = -INFINITY;
+}
+// 32 numbers, of which every other four come from each.
+static inline void put_apart(bf16 *to, F16 low, F16 high) {
+    store16(to, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+    store16(to + 16, __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29,
+                                             30, 31));
+}
+#include "tiled_attention.h"
 // What M queries make of values, in runs of 16 slots that lie at `from`: two slots at a time.
 template <int E32, int M>
 static inline void gathered(const Asking *of, const bf16 *const *from, int64_t runs, int64_t step,
@@ -88,20 +101,19 @@ static inline void gathered(const Asking *of, const bf16 *const *from, int64_t r
     for (int m = 0; m < M; m++)
         for (int c = 0; c < E32; c++) {
             F16 low = (F16)sum[m][2 * c] * factor[m], high = (F16)sum[m][2 * c + 1] * factor[m];
-            store16(of[m].out + 32 * c,
-                    __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20,
-                                            21, 22, 23));
-            store16(of[m].out + 32 * c + 16,
-                    __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15,
-                                            28, 29, 30, 31));
+            put_apart(of[m].out + 32 * c, low, high);
         }
 }
 // Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
-// `whole` on aren't seen by all.
+// `whole` on aren't seen by all. apart: from one query's shares to the next one's.
 template <int E32>
 static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
-                  const bf16 *const *values, int64_t runs, int64_t whole, int64_t step,
+                  const bf16 *const *values, int64_t runs, int64_t whole, int64_t step, int64_t apart,
                   float scale, Ahead &next) {
+#ifdef TILES
+    if (tiles())
+        return mixed_by_tiles<E32>(of, count, keys, values, runs, whole, step, apart, scale, next);
+#endif
     constexpr int MANY = E32 > 2 ? 2 : 4;
     __m512i columns[16 * E32];
     float factor[MANY];
@@ -111,11 +123,8 @@ static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
         int64_t q = 0;
         for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, columns, 16 * run, scale);
         if (q < count) scored<E32, 1>(of + q, columns, 16 * run, scale);
-        if (run < whole) continue;
-        for (q = 0; q < count; q++)
-            for (int64_t s = 16 * run; s < 16 * (run + 1); s++)
-                if (!of[q].sees(s)) of[q].scores[s] = -INFINITY;
     }
+    hide(of, count, 16 * whole, 16 * runs);
     for (int64_t q = 0; q < count; q += MANY) {
         int64_t left = count - q < MANY ? count - q : MANY;
         for (int64_t m = 0; m < left; m++) factor[m] = shared(of[q + m], 16 * runs);
@@ -140,6 +149,10 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
     static thread_local std::vector<float> scores;
     static thread_local std::vector<Asking> asking;
     static thread_local std::vector<const bf16 *> keys, values;
+#ifdef TILES
+    Shapes shapes(ROWS);
+    if (tiles()) _tile_loadconfig(&shapes);
+#endif
     auto place = [&](int64_t t) { return p.places ? p.places[t] : t; };
     int64_t across = p.places ? p.across : p.n, end;
     for (int64_t t = 0; t < tokens; t = end) {
@@ -174,7 +187,8 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                     seen * step / 32 / (runs * heads_here) + 1};
         }
         keys.resize(runs), values.resize(runs);
-        scores.resize(TOGETHER * 16 * runs), shares.resize(TOGETHER * 16 * runs);
+        int64_t wide = 32 * ((runs + 1) / 2);
+        scores.resize(TOGETHER * wide), shares.resize(TOGETHER * wide);
         for (int64_t h = from; h < to; h++) {
             for (int64_t run = 0; run < runs; run++) {
                 int64_t own = (run < whole ? run : run - whole) * 16 * step + h * E;
@@ -188,15 +202,18 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                     of[i] = asking[(q + i) / group];
                     int64_t own = (h * group + (q + i) % group) * E;
                     of[i].query += own, of[i].out += own;
-                    of[i].scores = &scores[i * 16 * runs], of[i].shares = &shares[i * 16 * runs];
+                    of[i].scores = &scores[i * wide], of[i].shares = &shares[i * wide];
                     last = last < of[i].slots ? of[i].slots : last;
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
-                mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step,
+                mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step, wide,
                     (float)b.scale, next);
             }
         }
     }
+#ifdef TILES
+    if (tiles()) _tile_release();
+#endif
 }
 #else
 // A query, and what it makes of values: sixteen numbers at a time, or (without AVX-512, as products
@@ -228,8 +245,7 @@ struct Query {
         for (int e = 0; e < E16; e++) split(q + e * 16, x[e]);
     }
     static void split(const bf16 *from, F8 *two) {
-        U8 pairs;
-        memcpy(&pairs, from, 32);
+        U8 pairs = read<U8>(from);
         two[0] = (F8)(pairs << 16), two[1] = (F8)(pairs & 0xFFFF0000u);
     }
     float score(const bf16 *key) {
@@ -273,12 +289,10 @@ static void mixed(const bf16 *q, const bf16 *keys, const bf16 *values, int64_t s
     for (int64_t s = slots; s < whole; s++) weights[s] = -INFINITY;
     F16 total = (F16){};
     for (int64_t s = 0; s < whole; s += 16) {
-        F16 score, made;
-        memcpy(&score, weights + s, 64);
-        made = exp16(score - most);
+        F16 score = read<F16>(weights + s), made = exp16(score - most);
         made = score == (F16){} - INFINITY ? (F16){} : made;
         total += made;
-        memcpy(weights + s, &made, 64);
+        write(weights + s, made);
     }
     for (int64_t s = 0; s < slots; s++)
         if (weights[s] != 0) query.add(values + s * step, weights[s]);

@@ -177,7 +177,7 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
 // Tokens of a pass up to which this is the fastest; 0 where it isn't for any.
 extern "C" int64_t most() {
 #ifdef __x86_64__
-    return tiles() ? 256 : 2048;
+    return 2048;
 #else
     return 0;
 #endif
@@ -289,10 +289,9 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
             float most, *all = c.sure ? scores.data() : nullptr;
             int64_t best = chosen(c, &logits[row * c.size], row, k, most, all);
             if (c.sure) {
-                F16 total = (F16){}, score;
+                F16 total = (F16){};
                 for (int64_t d = 0; d < c.size; d += 16) {
-                    memcpy(&score, &scores[d], 64);
-                    total += exp16(score - most);
+                    total += exp16(read<F16>(&scores[d]) - most);
                 }
                 c.sure[row * c.steps + k] = -logf(sum16(total));
             }

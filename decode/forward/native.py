@@ -92,9 +92,9 @@ class NativeBody:
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most()  # tokens of a pass
-        # Tokens of prompts with which it is faster than torch, whose attention is by tiles too, or,
-        # without AVX-512, not much slower; and a prompt then comes out as it does alone.
-        self.longest = sys.maxsize if ONEDNN and not made.tiles() else PIECE
+        # Tokens of prompts with which it is faster than torch, or, without AVX-512, not much
+        # slower; and a prompt then comes out as it does alone.
+        self.longest = sys.maxsize if ONEDNN else PIECE
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)
@@ -209,10 +209,9 @@ class NativeBody:
         """Whether it is a small model that takes so many tokens at a time."""
         return self.small and self._covers(tokens)
 
-    def reads_out(self, head: VocabHead, rows: int) -> bool:
-        """Whether an LM head's logits of so many tokens are a product of C++ too."""
-        own = None if head.ids_D is not None else head.native
-        return own is not None and rows <= own.most
+    def reads_out(self, head: VocabHead) -> bool:
+        """Whether an LM head's logits are a product of C++ too."""
+        return head.ids_D is None and head.native is not None
 
     def step(
         self,

@@ -2,15 +2,13 @@
 
 Linear maps of one input are one product where their matrices lie side by side in memory, which
 `lay_side_by_side` does for models that are the decoder's own; elsewhere a product each. On a CPU in
-bf16 products are C++'s (`NativeProduct`). Where there is no compiler, or for more tokens than AMX's
-tiles multiply faster, matrices are packed, merged, for oneDNN's kernels, which else rearrange a
-matrix in every call: the packed copy costs their size again, once for all decoders. A processor
-that has none of these kernels multiplies in fp32.
+bf16 products are C++'s (`NativeProduct`). Where there is no compiler, matrices are packed, merged,
+for oneDNN's kernels, which else rearrange a matrix in every call: the packed copy costs their size
+again, once for all decoders. A processor that has none of these kernels multiplies in fp32.
 """
 
 import ctypes
 import hashlib
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -46,9 +44,9 @@ class _Map(ctypes.Structure):
 
 class NativeProduct:
     """The same products by C++ (`products.h`), on the weights compressed, or as they lie; None of
-    more tokens than those of which it is the fastest. By strips of vectors all: with AVX-512's
-    products of bf16 half the time of oneDNN's for up to 8 tokens, 0.7 for 16, as much from 64 on.
-    By tiles of AMX 256, more than a round has.
+    inputs that aren't bf16. With AVX-512's products of bf16 half the time of oneDNN's for up to 8
+    tokens, 0.7 for 16, as much from 64 on; by AMX's tiles 0.4 to 0.7 for up to 20, as much for 80,
+    1.2 from 256 on.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
@@ -59,7 +57,6 @@ class NativeProduct:
         self.sizes = weights[0].shape[1], sum(map(len, weights))
         self.call = library().maps
         self.call.argtypes = _P, _N, _P, _P, _N, _N, _N, _N
-        self.most = int(library().tiles()) * library().most() or sys.maxsize
 
     @classmethod
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "NativeProduct | None":
@@ -68,18 +65,15 @@ class NativeProduct:
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
         if made is None or not laid or not made.most():
             return None
-        fits = weights[0].shape[1] % (2 * STEP if made.tiles() else STEP) == 0
-        return cls(weights, biases) if fits else None
+        return cls(weights, biases) if weights[0].shape[1] % STEP == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        inputs, outputs = self.sizes
-        tokens = x.numel() // inputs
-        ours = type(x) is Tensor and x.dtype == torch.bfloat16
-        if tokens > self.most or not ours:
+        if type(x) is not Tensor or x.dtype != torch.bfloat16:
             return None
+        inputs, outputs = self.sizes
         follow(self.weights)
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
-        at = x.data_ptr(), made.data_ptr()
+        at, tokens = (x.data_ptr(), made.data_ptr()), x.numel() // inputs
         threads = torch.get_num_threads()
         self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, threads)
         return made

@@ -1,23 +1,15 @@
 // Products with fixed matrices in bf16, sums in fp32, on a CPU: by strips of them, compressed or laid for the
-// call, or by tiles. A token's result doesn't depend on which others come with it.
+// call, and by vectors or by tiles. A token's result doesn't depend on which others come with it.
 
 #pragma once
 #include "compressed.h"
 #include "crew.h"
-#include "tiles.h"
 
-// Numbers of tokens as they are multiplied.
+// Numbers of tokens as vectors are multiplied by them.
 #ifdef __AVX512BF16__
 typedef bf16 Given;
-static inline const bf16 *given(const bf16 *x, int64_t) { return x; }
 #else
 typedef float Given;
-static inline const float *given(const bf16 *x, int64_t count) {
-    static thread_local std::vector<float> made;
-    made.resize(count);
-    for (int64_t i = 0; i < count; i++) made[i] = wide(x[i]);
-    return made.data();
-}
 #endif
 const int REGISTERS = WIDE == 16 ? 24 : 12, MOST = REGISTERS / 2;  // of sums; tokens at a time
 
@@ -35,11 +27,8 @@ static inline Sums same(float x) {
 static inline void store(bf16 *to, F16 x) { store16(to, x); }
 static inline void store(bf16 *to, F8 x) { store8(to, x); }
 // `left` outputs of a token, at most WIDE.
-static inline void put(bf16 *y, const bf16 *bias, Sums sum, int64_t left) {
-    Sums more = {};
+static inline void put(bf16 *y, Sums sum, int64_t left) {
     bf16 made[WIDE];
-    for (int i = 0; bias && i < WIDE && i < left; i++) more[i] = wide(bias[i]);
-    if (bias) sum += more;
     if (left >= WIDE) return store(y, sum);
     store(made, sum);
     if (left > 0) memcpy(y, made, left * sizeof(bf16));
@@ -51,7 +40,28 @@ struct Sides {
     const Given *x;
     bf16 *y;
     int64_t in, out, step;
+    // The biases of WIDE outputs from o on.
+    Sums biases(int64_t o) const {
+        Sums made = {};
+        for (int i = 0; bias && i < WIDE && o + i < out; i++) made[i] = wide(bias[o + i]);
+        return made;
+    }
 };
+#include "tiles.h"
+
+static inline const Given *given(const bf16 *x, int64_t tokens, int64_t in) {
+#ifdef TILES
+    if (tiles()) return in_tiles(x, tokens, in);
+#endif
+#ifdef __AVX512BF16__
+    return x;
+#else
+    static thread_local std::vector<float> made;
+    made.resize(tokens * in);
+    for (int64_t i = 0; i < tokens * in; i++) made[i] = wide(x[i]);
+    return made.data();
+#endif
+}
 // Adds to sums what two pairs of S strips make with M tokens' numbers, of which each has `in`, from i on.
 template <int M, int S, int P>
 static inline __attribute__((always_inline)) void multiplied(Sums (*sum)[2 * P][M], Pairs (*own)[2][2 * P],
@@ -113,9 +123,9 @@ static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t l
             for (int s = 0; s < S; s++)
                 for (int part = 0; part < 2 * P; part++) {
                     int64_t o = STRIP * (first + s) + 16 * (part % 2) + WIDE * (pass + part / 2);
-                    const bf16 *bias = to.bias ? to.bias + o : to.bias;
+                    Sums bias = to.biases(o);
                     for (int m = 0; m < M; m++)
-                        put(to.y + m * to.step + o, bias, sum[s][part][m], to.out - o);
+                        put(to.y + m * to.step + o, sum[s][part][m] + bias, to.out - o);
                 }
         }
     if constexpr (S > 1)
@@ -136,32 +146,31 @@ static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t l
             by[m - 1](w, own, n, n + group);
         }
 }
+// By the tiles, where there are any.
+template <class Matrix>
+static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t last, int64_t tokens) {
+#ifdef TILES
+    if (tiles()) return by_tiles(w, to, first, last, tokens);
+#endif
+    by_strips(w, to, first, last, tokens, std::make_integer_sequence<int, MOST>());
+}
 // Outputs of strips first to last - 1.
 static void outputs(const bf16 *w, const Compressed &form, const bf16 *bias, const bf16 *x, bf16 *y,
                     int64_t tokens, int64_t in, int64_t out, int64_t first, int64_t last, int64_t step) {
-#ifdef TILES
-    if (int64_t from = STRIP * first, to = std::min(out, STRIP * last), whole = (to - from) / 16 * 16;
-        whole && in % 32 == 0 && tiles()) {
-        by_tiles(w + from * in, bias ? bias + from : bias, x, y + from, tokens, in, whole, step);
-        if (from + whole == to) return;
-        first = last - 1;  // with some outputs again
-    }
-#endif
-    std::make_integer_sequence<int, MOST> counts;
     if (int64_t piece = 256; sizeof(Given) > sizeof(bf16) && tokens > piece) {  // of numbers made wider
         outputs(w, form, bias, x + piece * in, y + piece * step, tokens - piece, in, out, first, last, step);
         tokens = piece;
     }
-    Sides to{bias, given(x, tokens * in), y, in, out, step};
+    Sides to{bias, given(x, tokens, in), y, in, out, step};
 #ifdef COMPRESSES
-    if (form.bytes) return by_strips(Short{&form}, to, first, last, tokens, counts);
+    if (form.bytes) return by_strips(Short{&form}, to, first, last, tokens);
 #endif
     static thread_local std::vector<bf16> laid;
     laid.resize(STRIP * in);
     for (int64_t n = first; n < last; n++) {
         lay(w + STRIP * n * in, std::min(STRIP, out - STRIP * n), in, laid.data());
         Sides own{bias ? bias + STRIP * n : bias, to.x, y + STRIP * n, in, out - STRIP * n, step};
-        by_strips(Laid{laid.data(), in}, own, 0, 1, tokens, counts);
+        by_strips(Laid{laid.data(), in}, own, 0, 1, tokens);
     }
 }
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y.

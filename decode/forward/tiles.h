@@ -1,15 +1,15 @@
-// Products by the tiles of AMX, where a processor has them.
+// Products by the tiles of AMX, where a processor has them: strips as they are laid, or as the compressed come
+// out piece by piece, by up to 32 tokens at a time. A tile's product takes as many cycles as it has tokens.
 
 #pragma once
 #include "numbers.h"
-#include <vector>
 #if defined(__AMX_BF16__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-// Whether products are by tiles (AMX), which a system grants a process on demand.
+// Whether products are by tiles, which a system grants a process on demand.
 extern "C" int64_t tiles() {
 #ifdef TILES
     static const int64_t granted = !syscall(SYS_arch_prctl, 0x1023, 18);
@@ -19,95 +19,96 @@ extern "C" int64_t tiles() {
 #endif
 }
 #ifdef TILES
-// The eight tiles, of 16 rows: 0 to 3 sums of 16 outputs and n tokens, 4 and 5 of 16 rows of a matrix
-// and 32 inputs, 6 and 7 of n tokens and 16 pairs of inputs.
+const int64_t ROWS = 16, PIECE = 32;   // tokens of a tile; inputs, of a strip's both tiles too
+const int64_t AHEAD = 2, ALIVE = 4;    // pieces made before they are read, which writes wait for; kept
+// The eight tiles: 0 to 3 sums of `rows` tokens and 16 outputs, 4 and 5 a piece of a strip, 6 and 7 of tokens.
 struct Shapes {
     uint8_t palette = 1, start = 0, kept[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
     Shapes(int64_t n) {
-        for (int i = 0; i < 8; i++) bytes[i] = i / 2 == 2 ? 64 : 4 * n;
+        for (int i = 0; i < 8; i++) rows[i] = i / 2 == 2 ? 16 : n;
     }
 };
-const int64_t SPARSE = 8;  // tokens that are turned one by one
-// Pairs of inputs of each n tokens side by side, [blocks, in / 2, n], the last block's rest zeros; n: 16, or
-// as many as there are.
-static const char *paired(const bf16 *x, int64_t tokens, int64_t in, int64_t n) {
+// Tokens as tiles of as many each; the last tile has some of those before it again.
+struct Split {
+    int64_t tokens, tiles = (tokens + ROWS - 1) / ROWS, rows = (tokens + tiles - 1) / tiles;
+    int64_t first(int64_t tile) const { return std::min(tile * rows, tokens - rows); }
+};
+// Tokens' numbers as they are read, [tiles, pieces, rows, 32], the last piece's rest zeros.
+static const bf16 *in_tiles(const bf16 *x, int64_t tokens, int64_t in) {
     static thread_local std::vector<__m512i> made;
-    const uint32_t *pairs = (const uint32_t *)x;
-    if (n == 1) return (const char *)x;
-    made.resize((tokens + 15) / 16 * in / 2);
-    uint32_t *few = (uint32_t *)made.data();
-    for (int64_t i = 0; i < in / 2 && n < 16; i++)
-        for (int64_t t = 0; t < n; t++) few[i * n + t] = pairs[t * in / 2 + i];
+    Split split{tokens};
+    made.resize(split.tiles * split.rows * ((in + PIECE - 1) / PIECE));
     __m512i *to = made.data();
-    for (int64_t t = 0; t < tokens && n == 16; t += 16)
-        for (int64_t i = 0; i < in; i += 32, to += 16) {
-            if (tokens - t >= 16) {
-                transposed16(x + t * in + i, in, to, 1);
-                continue;
+    for (int64_t tile = 0; tile < split.tiles; tile++)
+        for (int64_t i = 0; i < in; i += PIECE)
+            for (int64_t row = 0; row < split.rows; row++) {
+                const bf16 *from = x + (split.first(tile) + row) * in + i;
+                *to++ = in - i < PIECE ? _mm512_maskz_loadu_epi16((1u << (in - i)) - 1, from)
+                                       : _mm512_loadu_si512(from);
             }
-            bf16 rest[16 * 32] = {};
-            for (int64_t r = 0; r < tokens - t; r++) memcpy(rest + 32 * r, x + (t + r) * in + i, 64);
-            transposed16(rest, 32, to, 1);
-        }
-    return (const char *)made.data();
+    return (const bf16 *)made.data();
 }
-// Sixteen outputs of some tokens, from the sums of theirs and others, [16, 16].
-static void put16(const float *sums, const bf16 *bias, bf16 *y, int64_t tokens, int64_t step) {
-    const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i of_tokens[16];
-    for (int64_t t = 0; t < tokens && tokens <= SPARSE; t++)
-        of_tokens[t] = _mm512_i32gather_epi32(_mm512_slli_epi32(each, 4), sums + t, 4);
-    if (tokens > SPARSE) transposed16((const bf16 *)sums, 32, of_tokens, 1);
-    F16 more = bias ? wide16(bias) : (F16){};
-    for (int64_t t = 0; t < tokens; t++) store16(y + t * step, (F16)of_tokens[t] + more);
+// What a strip has for the inputs from i on, two tiles side by side; beyond the last one zeros.
+template <class Matrix>
+static inline void unpacked(Matrix &strip, int64_t i, int64_t in, __m512i *to) {
+    for (int64_t k = 0; k < PIECE; k += 4, to += 4) {
+        Pairs own[2][2] = {};
+        if (i + k < in) strip.template take<1>(own, i + k, 0, 0);
+        for (int n = 0; n < 4; n++) to[n] = (__m512i)own[n / 2][n % 2];
+    }
 }
-// As `product`, of whole sixteens of outputs and 32s of inputs. A tile is read as the matrix lies and
-// costs as much for one token as for sixteen: of the matrix two at a time, of tokens likewise.
-static void by_tiles(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
-                     int64_t in, int64_t out, int64_t step) {
-    int64_t n = tokens > SPARSE ? 16 : tokens, line = 4 * n;
-    alignas(64) float sums[4][256];
-    Shapes shapes(n);
-    const char *pairs = paired(x, tokens, in, n);
+template <class Matrix>
+static void by_tiles(const Matrix &w, const Sides &to, int64_t first, int64_t last, int64_t tokens) {
+    static thread_local std::vector<__m512i> made;
+    const int64_t in = to.in, pieces = (in + PIECE - 1) / PIECE;
+    const Split split{tokens};
+    const int64_t kept = split.tiles > 2 ? -1 : ALIVE - 1, tile = PIECE * split.rows;  // as a mask
+    made.resize(PIECE * std::max(pieces, ALIVE));
+    auto place = [&](int64_t piece) { return made.data() + PIECE * (piece & kept); };
+    alignas(64) float sums[4][ROWS * 16];
+    Shapes shapes(split.rows);
     _tile_loadconfig(&shapes);
-    for (int64_t o = 0; o < out; o += 32, w += 32 * in)
-        for (int64_t t = 0; t < tokens; t += 32) {
-            bool more = o + 16 < out, both = t + 16 < tokens;
-            const char *here = pairs + 2 * t * in, *next = here + 32 * in;
+    for (int64_t n = first; n < last; n++) {
+        Matrix strip = w.strip(n);
+        strip.begin();
+        for (int64_t i = 0; i < AHEAD && i < pieces; i++) unpacked(strip, PIECE * i, in, place(i));
+        for (int64_t t = 0; t < split.tiles; t += 2) {
+            const bool both = t + 1 < split.tiles;
+            const bf16 *x = to.x + t * pieces * tile, *next = x + pieces * tile;
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (int64_t i = 0; i < in; i += 32) {
-#pragma GCC unroll 32
-                for (int r = 0; r < 32 && !t; r++)
-                    __builtin_prefetch(w + 32 * in + 32 * (i + r), 0, 2);
-                _tile_loadd(4, w + i, 2 * in);
-                _tile_loadd(6, here + i / 2 * line, line);
-                _tile_dpbf16ps(0, 4, 6);
-                if (more) {
-                    _tile_loadd(5, w + 16 * in + i, 2 * in);
-                    _tile_dpbf16ps(2, 5, 6);
-                }
-                if (both) {
-                    _tile_loadd(7, next + i / 2 * line, line);
-                    _tile_dpbf16ps(1, 4, 7);
-                    if (more) _tile_dpbf16ps(3, 5, 7);
-                }
+            for (int64_t i = 0; i < pieces; i++, x += tile, next += tile) {
+                if (int64_t then = i + AHEAD; !t && then < pieces) unpacked(strip, PIECE * then, in, place(then));
+                const __m512i *piece = place(i);
+                _tile_loadd(6, x, 64);
+                _tile_loadd(4, piece, 128);
+                _tile_dpbf16ps(0, 6, 4);
+                _tile_loadd(5, piece + 1, 128);
+                _tile_dpbf16ps(1, 6, 5);
+                if (!both) continue;
+                _tile_loadd(7, next, 64);
+                _tile_dpbf16ps(2, 7, 4);
+                _tile_dpbf16ps(3, 7, 5);
             }
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
-            _tile_stored(2, sums[2], 64);
-            _tile_stored(3, sums[3], 64);
-            for (int part = 0; part < 4; part++) {
-                int64_t from = t + 16 * (part % 2), at = o + part / 2 * 16, left = tokens - from;
-                if (left > 0 && at < out)
-                    put16(sums[part], bias ? bias + at : bias, y + from * step + at,
-                          left < 16 ? left : 16, step);
+            if (both) _tile_stored(2, sums[2], 64);
+            if (both) _tile_stored(3, sums[3], 64);
+            const int64_t o = STRIP * n, left = to.out - o;
+            const Sums bias[2] = {to.biases(o), to.biases(o + 16)};
+            for (int part = 0; part < (both ? 4 : 2); part += 2) {
+                bf16 *y = to.y + split.first(t + part / 2) * to.step + o;
+                for (const float *sum = sums[part]; sum < sums[part] + 16 * split.rows; sum += 16, y += to.step) {
+                    put(y, read<Sums>(sum) + bias[0], left);
+                    put(y + 16, read<Sums>(sum + ROWS * 16) + bias[1], left - 16);
+                }
             }
         }
+    }
     _tile_release();
 }
 #endif

@@ -34,7 +34,7 @@ def here() -> None:
     if library() is None:
         pytest.skip("no compiler")
     if not room.compressed([torch.randn(4, 64).bfloat16()])[0].read:
-        pytest.skip("this processor has no AVX2, or multiplies by tiles")
+        pytest.skip("this processor has no AVX2")
 
 
 def read(product: NativeProduct, forms: bool) -> None:
