@@ -8,9 +8,7 @@ Shapes: L layers, B rows, S slots a row, H key-value heads, E head width, N new 
 """
 
 import copy
-import ctypes
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Self
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.forward.attention import Attend
+from draftsmith.decode.forward.compiled import in_large_pages
 from draftsmith.decode.forward.states import StatePool
 from draftsmith.models.rollback import LINEAR
 
@@ -96,21 +95,7 @@ class KVPool:
 
 
 SLOT_BUCKET = 64  # attended slots are rounded up to this, so that shapes repeat
-LARGE, HUGE = 2 << 20, 14  # bytes of a page; MADV_HUGEPAGE
 ROOM = 128  # slots beyond a ring of them, for what a round drafts
-
-
-def in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask Linux to lay what nobody has written to yet on pages of 2 MB, of which a processor knows
-    many more at once: attention to 4 to 16 rows of the 15M target takes a fifth less.
-    """
-    if fresh.device.type == "cpu" and type(fresh) is Tensor and fresh.nbytes >= 2 * LARGE:
-        begin = -(-fresh.data_ptr() // LARGE) * LARGE
-        size = (fresh.data_ptr() + fresh.nbytes) // LARGE * LARGE - begin
-        with suppress(AttributeError):  # another system
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), HUGE)
-    return fresh
 
 
 def ring(number: Tensor, size: int, sinks: int = 0) -> Tensor:

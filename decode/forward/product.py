@@ -44,9 +44,8 @@ class _Map(ctypes.Structure):
 
 class NativeProduct:
     """The same products by C++ (`products.h`), on the weights compressed, or as they lie; None of
-    inputs that aren't bf16. With AVX-512's products of bf16 half the time of oneDNN's for up to 8
-    tokens, 0.7 for 16, as much from 64 on; by AMX's tiles 0.4 to 0.7 for up to 20, as much for 80,
-    1.2 from 256 on.
+    inputs that aren't bf16. With AVX-512's products of bf16 half of oneDNN's time for up to 8
+    tokens, as much from 64 on; by AMX's tiles 0.4 to 0.7 for up to 32, 1.2 from 256 on.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
@@ -61,11 +60,9 @@ class NativeProduct:
     @classmethod
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> "NativeProduct | None":
         """None for sizes that it doesn't know, or without a compiler."""
-        made = library()
         laid = all(tensor.is_contiguous() for tensor in (*weights, *biases))
-        if made is None or not laid or not made.most():
-            return None
-        return cls(weights, biases) if weights[0].shape[1] % STEP == 0 else None
+        known = laid and weights[0].shape[1] % STEP == 0 and (made := library()) is not None
+        return cls(weights, biases) if known and made.most() else None
 
     def __call__(self, x: Tensor) -> Tensor | None:
         if type(x) is not Tensor or x.dtype != torch.bfloat16:
@@ -74,8 +71,7 @@ class NativeProduct:
         follow(self.weights)
         x, made = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         at, tokens = (x.data_ptr(), made.data_ptr()), x.numel() // inputs
-        threads = torch.get_num_threads()
-        self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, threads)
+        self.call(self.maps, len(self.maps), *at, tokens, *self.sizes, torch.get_num_threads())
         return made
 
 

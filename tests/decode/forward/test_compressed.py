@@ -49,7 +49,7 @@ def test_products_are_the_matrixs_to_the_last_bit(
 ) -> None:
     """For any number of tokens, each as it is alone; and as near to the exact ones as bf16 is."""
     monkeypatch.setattr(room, "PATCHES", 4)
-    weight, x = torch.randn(out, into).bfloat16(), torch.randn(33, into).bfloat16()
+    weight, x = torch.randn(out, into).bfloat16(), torch.randn(70, into).bfloat16()
     bias = [torch.randn(out).bfloat16()] if biased else []
     patches: list[int] = []
     for own in (weight, strange(weight.clone())):
@@ -66,7 +66,7 @@ def test_products_are_the_matrixs_to_the_last_bit(
         read(product, True)
         assert short is not None and lying is not None
         assert torch.equal(short.view(torch.int16), lying.view(torch.int16))
-        for tokens in (*range(1, 14), 24, 25):
+        for tokens in (*range(1, 14), 24, 25, 33, 47):
             made = product(x[:tokens])
             assert made is not None
             assert torch.equal(made.view(torch.int16), short[:tokens].view(torch.int16)), tokens
@@ -221,6 +221,29 @@ def trial(runner: Runner) -> list[Tensor]:
 
 def target() -> LlamaForCausalLM:
     return build_llama(120, layers=2, hidden=128, seed=0).bfloat16().requires_grad_(False)
+
+
+def test_forms_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On pages of their own, as many as a slab holds; made anew where they are."""
+    monkeypatch.setattr(room, "_left", torch.empty(0, dtype=torch.uint8))
+    weights = [torch.randn(2048, 1024 if i < 5 else 5632).bfloat16() for i in range(6)]
+    forms = room.compressed(weights)
+    at = [form.room.data_ptr() for form in forms]
+    size = [form.room.nbytes for form in forms]
+    assert at[0] % room.LARGE == at[5] % room.LARGE == 0 and size[5] > room.SLAB
+    assert all(at[i + 1] == at[i] + size[i] and at[i] % 64 == 0 for i in range(4))
+    assert sum(size[:5]) <= room.SLAB
+    with torch.no_grad():
+        weights[1].neg_()
+    forms[1].follow(after=0)
+    assert forms[1].read and forms[1].at.bytes == at[1]
+    x_TI = torch.randn(3, 1024).bfloat16()
+    for weight in weights[:5]:
+        product = NativeProduct([weight], [])
+        short = product(x_TI)
+        read(product, False)
+        lying = product(x_TI)
+        assert short is not None and lying is not None and torch.equal(short, lying)
 
 
 def test_a_target_decodes_by_it() -> None:

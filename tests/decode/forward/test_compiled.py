@@ -1,4 +1,4 @@
-"""Where keys and values lie."""
+"""Where what C++ reads lies."""
 
 import ctypes
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftsmith.decode.forward import kv
+from draftsmith.decode.forward import compiled
 
 
 def test_only_what_is_large_lies_on_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,13 +19,13 @@ def test_only_what_is_large_lies_on_large_pages(monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as here:
         here.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
-        large, small = torch.empty(5 * kv.LARGE, dtype=torch.uint8), torch.empty(8)
+        large, small = torch.empty(5 * compiled.LARGE, dtype=torch.uint8), torch.empty(8)
         for one in (large, small, torch.empty(1 << 30, device="meta")):
-            assert kv.in_large_pages(one) is one
+            assert compiled.in_large_pages(one) is one
         ((begin, size, advice),) = asked
-        assert begin % kv.LARGE == size % kv.LARGE == 0 and advice == 14
+        assert begin % compiled.LARGE == size % compiled.LARGE == 0 and advice == 14
         assert large.data_ptr() <= begin and begin + size <= large.data_ptr() + large.nbytes
-        assert size >= 4 * kv.LARGE
+        assert size >= 4 * compiled.LARGE
         here.setattr(ctypes, "CDLL", lambda _: object())
-        assert kv.in_large_pages(large) is large and len(asked) == 1
-    assert bool((kv.in_large_pages(torch.empty(4 << 20)).zero_() == 0).all())
+        assert compiled.in_large_pages(large) is large and len(asked) == 1
+    assert bool((compiled.in_large_pages(torch.empty(4 << 20)).zero_() == 0).all())
