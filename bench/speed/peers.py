@@ -11,7 +11,7 @@ alone: prefills and their token are outside. Every way of drafting is tried at e
 its own, and goes on at its best. Then all arms take turns on each prompt, in an order by lot,
 `repeats` times; a prompt's rate is the best of its turns. ratio: ours over the peer's, mean over
 prompts, with a 95% interval over them (bootstrap). Files that peers read are made once, in `work`.
-Rows, page and picture: <out>/peers.*
+Rows, page and picture: <out>/peers.*, where rows of other machines and numbers of threads stay.
 """
 
 import os
@@ -31,7 +31,7 @@ from rich.progress import track
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, logging
 
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, interval, write_table
+from draftsmith.bench.rows import about_run, beside, interval, write_table
 from draftsmith.bench.speed import twin
 from draftsmith.bench.speed.arms import PairBench, by_lot
 from draftsmith.bench.speed.peers_arms import (
@@ -106,7 +106,9 @@ def main(argv: list[str]) -> None:
                 rows += measured(settings, place, pair, prompts, work)
     # ----------------------------------------------------------------- report
     rows = [about_run() | row for row in rows]
-    write_table(Path(settings.out), "peers", rows, page(rows), picture(rows))
+    out = Path(settings.out)
+    rows = beside(out / "peers.json", rows, "machine", "pair", "threads", "what")
+    write_table(out, "peers", rows, page(rows), picture(rows))
     print(page(rows))
 
 

@@ -31,14 +31,15 @@ def accepted(row: dict[str, Any]) -> str:
     spread = "{:.3f} to {:.3f}".format(*row["interval"])
     return (
         f"Of drafted tokens at K = {row['ours_K']}, {row['dtype']}, we accept {row['ours']:.3f}, "
-        f"the {row['peer']} {row['theirs']:.3f}: {row['ratio']:.3f} of it ({spread} over prompts)."
+        f"the {row['peer']} {row['theirs']:.3f}: {row['ratio']:.3f} of it ({spread} over prompts; "
+        f"{row['machine']})."
     )
 
 
 def title(row: dict[str, Any]) -> str:
     name = {"own": "The pair itself", "twin": "Its costly twin"}.get(row["pair"], row["pair"])
     threads = "one thread" if row["threads"] == 1 else f"{row['threads']} threads"
-    return f"{name}, {row['parameters']}, {threads}"
+    return f"{name}, {row['parameters']}, {threads}, {row['machine']}"
 
 
 def groups(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

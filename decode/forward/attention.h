@@ -12,6 +12,14 @@ struct Asking {
     bf16 *shares, *out;
     bool sees(int64_t s) const { return s < slots && (s < open || !allowed || allowed[s - open]); }
 };
+// What they attend to: runs of 16 slots of one row and head of keys, of which those from `whole` on aren't
+// seen by all.
+struct Held {
+    const bf16 *const *keys, *const *values;
+    int64_t whole, step, apart;  // step: from slot to slot; apart: from a query's scores to the next one's
+    float scale;
+    const __m512i *pairs;  // the values as tiles are read
+};
 // Scores of M queries for the slots from `first` on, whose keys are transposed. A query's sum is made in
 // the same order whatever comes beside it.
 template <int E32, int M>
@@ -104,34 +112,30 @@ static inline void gathered(const Asking *of, const bf16 *const *from, int64_t r
             put_apart(of[m].out + 32 * c, low, high);
         }
 }
-// Queries of one row and head of keys, whose runs of 16 slots lie at `keys` and `values`; those from
-// `whole` on aren't seen by all. apart: from one query's shares to the next one's.
+// Queries and the first runs of what they attend to.
 template <int E32>
-static void mixed(const Asking *of, int64_t count, const bf16 *const *keys,
-                  const bf16 *const *values, int64_t runs, int64_t whole, int64_t step, int64_t apart,
-                  float scale, Ahead &next) {
+static void mixed(const Asking *of, int64_t count, const Held &held, int64_t runs, Ahead &next) {
 #ifdef TILES
-    if (tiles())
-        return mixed_by_tiles<E32>(of, count, keys, values, runs, whole, step, apart, scale, next);
+    if (tiles()) return mixed_by_tiles<E32>(of, count, held, runs, next);
 #endif
     constexpr int MANY = E32 > 2 ? 2 : 4;
     __m512i columns[16 * E32];
     float factor[MANY];
     for (int64_t run = 0; run < runs; run++) {
         next.fetch();
-        for (int c = 0; c < E32; c++) transposed16(keys[run] + 32 * c, step, columns + 16 * c, 1);
+        for (int c = 0; c < E32; c++) transposed16(held.keys[run] + 32 * c, held.step, columns + 16 * c, 1);
         int64_t q = 0;
-        for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, columns, 16 * run, scale);
-        if (q < count) scored<E32, 1>(of + q, columns, 16 * run, scale);
+        for (; q + 2 <= count; q += 2) scored<E32, 2>(of + q, columns, 16 * run, held.scale);
+        if (q < count) scored<E32, 1>(of + q, columns, 16 * run, held.scale);
     }
-    hide(of, count, 16 * whole, 16 * runs);
+    hide(of, count, 16 * held.whole, 16 * runs);
     for (int64_t q = 0; q < count; q += MANY) {
         int64_t left = count - q < MANY ? count - q : MANY;
         for (int64_t m = 0; m < left; m++) factor[m] = shared(of[q + m], 16 * runs);
-        if (left == 1) gathered<E32, 1>(of + q, values, runs, step, factor);
-        if (left == 2) gathered<E32, 2>(of + q, values, runs, step, factor);
-        if (left == 3) gathered<E32, MANY - 1>(of + q, values, runs, step, factor);
-        if (left == 4) gathered<E32, MANY>(of + q, values, runs, step, factor);
+        if (left == 1) gathered<E32, 1>(of + q, held.values, runs, held.step, factor);
+        if (left == 2) gathered<E32, 2>(of + q, held.values, runs, held.step, factor);
+        if (left == 3) gathered<E32, MANY - 1>(of + q, held.values, runs, held.step, factor);
+        if (left == 4) gathered<E32, MANY>(of + q, held.values, runs, held.step, factor);
     }
 }
 
@@ -184,17 +188,22 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
             int64_t row = place(end) / across, seen = p.width < p.lens[row] ? p.width : p.lens[row];
             int64_t base = layer * p.layer_step + row * p.row_step;
             next = {(const char *)(p.keys + base), (const char *)(p.values + base), seen * step / 32,
-                    seen * step / 32 / (runs * heads_here) + 1};
+                    seen * step / 32 / (std::max<int64_t>(runs, 1) * heads_here) + 1};
         }
         keys.resize(runs), values.resize(runs);
         int64_t wide = 32 * ((runs + 1) / 2);
         scores.resize(TOGETHER * wide), shares.resize(TOGETHER * wide);
+        Held held{keys.data(), values.data(), whole, step, wide, (float)b.scale, nullptr};
         for (int64_t h = from; h < to; h++) {
             for (int64_t run = 0; run < runs; run++) {
                 int64_t own = (run < whole ? run : run - whole) * 16 * step + h * E;
                 keys[run] = (run < whole ? at[0] : copies.data()) + own;
                 values[run] = (run < whole ? at[1] : copies.data() + apart) + own;
             }
+#ifdef TILES
+            auto pair = E == 32 ? paired<1> : E == 64 ? paired<2> : E == 96 ? paired<3> : paired<4>;
+            if (tiles()) held.pairs = pair(held, runs);
+#endif
             for (int64_t q = 0; q < count; q += TOGETHER) {
                 Asking of[TOGETHER];
                 int64_t left = count - q < TOGETHER ? count - q : TOGETHER, last = 0;
@@ -206,8 +215,7 @@ static void attended(const Body &b, const Pass &p, int64_t layer, const bf16 *he
                     last = last < of[i].slots ? of[i].slots : last;
                 }
                 auto mix = E == 32 ? mixed<1> : E == 64 ? mixed<2> : E == 96 ? mixed<3> : mixed<4>;
-                mix(of, left, keys.data(), values.data(), (last + 15) / 16, whole, step, wide,
-                    (float)b.scale, next);
+                mix(of, left, held, (last + 15) / 16, next);
             }
         }
     }

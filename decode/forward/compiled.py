@@ -63,9 +63,7 @@ def place(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 def in_large_pages(fresh: Tensor) -> Tensor:
-    """Ask Linux to lay what nobody has written to yet on pages of 2 MB, of which a processor knows
-    many more at once: attention to 4 to 16 rows of the 15M target takes a fifth less.
-    """
+    """Ask Linux to lay what nobody has written to yet on pages of 2 MB, which are read faster."""
     if fresh.device.type == "cpu" and type(fresh) is Tensor and fresh.nbytes >= 2 * LARGE:
         begin = -(-fresh.data_ptr() // LARGE) * LARGE
         size = (fresh.data_ptr() + fresh.nbytes) // LARGE * LARGE - begin

@@ -19,14 +19,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from draftsmith.decode.forward.compiled import LARGE, in_large_pages, library, place, pointer
+from draftsmith.decode.forward.compiled import in_large_pages, library, place, pointer
 
 ROOM = 2  # times the size of what is to be compressed that must be free
 SPARE = 10  # and of all memory one part in so many
 STRIP, TABLE = 32, 64  # outputs that lie side by side, and bytes before them
 STEP = 16  # what inputs of products in C++ are multiples of
 AFTER = 16  # products with a changed matrix that take as long as to compress it
-SLAB = 16 << 20  # bytes of forms that lie side by side: on an Intel Xeon a sixth of the time
+SLAB = 32 << 20  # bytes of forms that lie side by side: on an Intel Xeon a sixth of the time
 PATCHES = 1000  # weights that have one with other exponents than the table's, at most
 CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less than its machine
 
@@ -47,19 +47,21 @@ class Compressed:
         # Its storage, which nobody else gets for another matrix; it counts the same versions.
         self.weight = weight.detach()
         self.left: int | None  # products until it is made anew
-        self.at = at = _Compressed(pointer(weight), weight.shape[1], len(weight))
-        self.room = room_of(-(-at.out // STRIP), TABLE + at.into * STRIP * 3 // 2)
+        self.held: tuple[Tensor, Tensor] | None = None  # the form, and its patches
+        self.at = _Compressed(pointer(weight), weight.shape[1], len(weight))
         weakref.finalize(self, library().compressed, ctypes.byref(self.at), ctypes.c_int64(False))
         self.make()
 
     def make(self) -> None:
         """Compress the matrix as it is now, if it can be."""
         self.version, self.left, at = version(self.weight), None, self.at
+        shape = -(-at.out // STRIP), TABLE + at.into * STRIP * 3 // 2
+        room = self.held[0] if self.held else room_of(shape)
         patches = torch.empty(self.weight.numel() // PATCHES + 16, dtype=torch.int64)
-        to, sizes = map(place, (self.room, patches)), (at.into, at.out, len(patches) - 1)
-        into, out, most = map(ctypes.c_int64, sizes)
-        made = library().compress(place(self.weight), into, out, *to, most) >= 0
-        self.held = (self.room, patches) if made else None
+        sizes = map(ctypes.c_int64, (at.into, at.out))
+        to = *map(place, (room, patches)), ctypes.c_int64(len(patches) - 1)
+        made = library().compress(place(self.weight), *sizes, *to) >= 0
+        self.held = (room, patches) if made else None
         at.bytes, at.patches = map(pointer, self.held or (None, None))
         self.tell(made)
 
@@ -88,15 +90,18 @@ class Compressed:
                     self.make()
 
 
-def room_of(strips: int, each: int) -> Tensor:
-    """Bytes that a form is made in, on large pages with those made before it."""
+def room_of(shape: tuple[int, int]) -> Tensor:
+    """Bytes that a form is made in, on large pages with those made before it; of a large one on its
+    own, which nothing keeps after it.
+    """
     global _left
-    size = strips * each
+    size = shape[0] * shape[1]
+    if size > SLAB // 2:
+        return in_large_pages(torch.empty(shape, dtype=torch.uint8))
     if len(_left) < size:
-        fresh = in_large_pages(torch.empty(max(size, SLAB) + LARGE, dtype=torch.uint8))
-        _left = fresh[-fresh.data_ptr() % LARGE :]
-    found, _left = _left[:size], _left[-(-size // TABLE) * TABLE :]
-    return found.view(strips, each)
+        _left = in_large_pages(torch.empty(SLAB, dtype=torch.uint8))
+    found, _left = _left[:size], _left[size:]
+    return found.view(shape)
 
 
 def version(parameter: Tensor) -> int:

@@ -174,7 +174,7 @@ static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     if (b.beside) added(now, p.given, T * H);
 }
 
-// Tokens of a pass up to which this is the fastest; 0 where it isn't for any.
+// Tokens that a pass may have; 0 where this is the fastest for none.
 extern "C" int64_t most() {
 #ifdef __x86_64__
     return 2048;

@@ -92,9 +92,7 @@ class NativeBody:
         self.pointers = (_P * len(parts))(*map(pointer, parts))
         self.small = sum(part.nbytes for part in parts if part is not None) <= SMALL
         self.most = made.most()  # tokens of a pass
-        # Tokens of prompts with which it is faster than torch, or, without AVX-512, not much
-        # slower; and a prompt then comes out as it does alone.
-        self.longest = sys.maxsize if ONEDNN else PIECE
+        self.longest = sys.maxsize if ONEDNN else PIECE  # tokens of prompts it isn't slow for
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)

@@ -44,8 +44,7 @@ class _Map(ctypes.Structure):
 
 class NativeProduct:
     """The same products by C++ (`products.h`), on the weights compressed, or as they lie; None of
-    inputs that aren't bf16. With AVX-512's products of bf16 half of oneDNN's time for up to 8
-    tokens, as much from 64 on; by AMX's tiles 0.4 to 0.7 for up to 32, 1.2 from 256 on.
+    inputs that aren't bf16. Half of oneDNN's time for up to 8 tokens, 0.75 to 1.25 from 256 on.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:

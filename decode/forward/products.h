@@ -154,10 +154,15 @@ static void by_strips(const Matrix &w, const Sides &to, int64_t first, int64_t l
 #endif
     by_strips(w, to, first, last, tokens, std::make_integer_sequence<int, MOST>());
 }
+// Tokens whose numbers stay in the second cache while strips go by, or that are made wider.
+static inline int64_t at_once(int64_t in) {
+    if (tiles()) return std::max<int64_t>(64, (1 << 19) / in / 32 * 32);
+    return sizeof(Given) > sizeof(bf16) ? 256 : INT64_MAX;
+}
 // Outputs of strips first to last - 1.
 static void outputs(const bf16 *w, const Compressed &form, const bf16 *bias, const bf16 *x, bf16 *y,
                     int64_t tokens, int64_t in, int64_t out, int64_t first, int64_t last, int64_t step) {
-    if (int64_t piece = 256; sizeof(Given) > sizeof(bf16) && tokens > piece) {  // of numbers made wider
+    if (int64_t piece = at_once(in); tokens > piece) {
         outputs(w, form, bias, x + piece * in, y + piece * step, tokens - piece, in, out, first, last, step);
         tokens = piece;
     }
@@ -176,6 +181,7 @@ static void outputs(const bf16 *w, const Compressed &form, const bf16 *bias, con
 // y[t, o] = w[o] . x[t] + bias[o], with `step` numbers between the rows of y.
 static void product(const bf16 *w, const bf16 *bias, const bf16 *x, bf16 *y, int64_t tokens,
                     int64_t in, int64_t out, int64_t step) {
+    if (!tokens) return;
     std::shared_lock<std::shared_mutex> lock;
     Compressed form = compressed_of(w, in, out, lock);
     split((out + STRIP - 1) / STRIP, in * out, [&](int64_t from, int64_t to) {

@@ -3,19 +3,19 @@
 
 #pragma once
 #include "numbers.h"
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 // Whether products are by tiles, which a system grants a process on demand.
-extern "C" int64_t tiles() {
+static inline bool tiles() {
 #ifdef TILES
-    static const int64_t granted = !syscall(SYS_arch_prctl, 0x1023, 18);
+    static const bool granted = !syscall(SYS_arch_prctl, 0x1023, 18);
     return granted;
 #else
-    return 0;
+    return false;
 #endif
 }
 #ifdef TILES

@@ -224,15 +224,17 @@ def target() -> LlamaForCausalLM:
 
 
 def test_forms_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On pages of their own, as many as a slab holds; made anew where they are."""
+    """As many as a slab holds, and made anew where they are; of a large one all goes with it."""
     monkeypatch.setattr(room, "_left", torch.empty(0, dtype=torch.uint8))
-    weights = [torch.randn(2048, 1024 if i < 5 else 5632).bfloat16() for i in range(6)]
+    weights = [torch.randn(2048, 1024 if i < 5 else 6144).bfloat16() for i in range(6)]
     forms = room.compressed(weights)
-    at = [form.room.data_ptr() for form in forms]
-    size = [form.room.nbytes for form in forms]
-    assert at[0] % room.LARGE == at[5] % room.LARGE == 0 and size[5] > room.SLAB
+    rooms = [form.held[0] for form in forms if form.held is not None]
+    at, size = zip(*((one.data_ptr(), one.nbytes) for one in rooms), strict=True)
+    assert size[5] > room.SLAB // 2
     assert all(at[i + 1] == at[i] + size[i] and at[i] % 64 == 0 for i in range(4))
     assert sum(size[:5]) <= room.SLAB
+    *slab, large = (one.untyped_storage().data_ptr() for one in (room._left, *rooms))
+    assert len(set(slab)) == 1 and large != slab[0]
     with torch.no_grad():
         weights[1].neg_()
     forms[1].follow(after=0)

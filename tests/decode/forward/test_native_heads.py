@@ -195,6 +195,7 @@ def test_products_of_few_tokens(bias: bool) -> None:
         alone = torch.cat([made(x_TI[t : t + 1]) for t in range(7)])
         assert torch.equal(alone, made(x_TI)) and torch.equal(made(x_TI[:, None])[:, 0], alone)
         weights[1].mul_(2)
+    assert made(x_TI[:0]).shape == (0, 43)
     assert Product([weights[0][:, :184].clone()]).native is None
 
 
