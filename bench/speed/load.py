@@ -6,10 +6,10 @@
 
 Every arm decodes each group of prompts, in an order by lot; what counts is the decoding alone,
 prefills excluded, by the thread's own clock where there is one thread, and answers are as long as
-they may be. ratio: an arm's rate over plain decoding's, the mean over groups, with a 95% interval
-over groups (bootstrap). `auto` learns as it goes; one group before the first one counted is its
-warm-up, as everybody's. Plain decoding takes part twice, which tells what of an interval is the
-machine's. At temperature 0 transformers'
+they may be; beside it stands what comes out with prefills. ratio: an arm's rate over plain
+decoding's, the mean over groups, with a 95% interval over groups (bootstrap). `auto` learns as it
+goes; one group before the first one counted is its warm-up, as everybody's. Plain decoding takes
+part twice, which tells what of an interval is the machine's. At temperature 0 transformers'
 `generate` on a padded batch stands beside. Rows, page and picture, after each size:
 <out>/load.*, where rows of other targets, sizes and temperatures stay.
 """
@@ -108,8 +108,10 @@ def main(argv: list[str]) -> None:
 def row(size: int, T: float, what: str, turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:
     """An arm's rate, and its ratio to plain decoding's, group by group."""
     rate = whole_rate if what == "generate" else decode_rate
-    ratios = [rate([a]) / rate([b]) for a, b in zip(turns, plain, strict=True)]
+    pairs = [([a], [b]) for a, b in zip(turns, plain, strict=True)]
+    ratios = [rate(a) / rate(b) for a, b in pairs]
     tokens = {"ratio": float(np.mean(ratios)), "interval": interval(ratios), "rate": rate(turns)}
+    tokens |= {"whole": float(np.mean([whole_rate(a) / whole_rate(b) for a, b in pairs]))}
     more = {"peer": "transformers"} if what == "generate" else {"tau": tau(turns)}
     return {"what": what, "batch": size, "temperature": T} | tokens | more
 
@@ -126,13 +128,21 @@ def parts(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]
         yield f"{on}, temperature {T:g}", here
 
 
+def cell(row: dict[str, Any]) -> str:
+    if row["what"] == "plain":
+        return f"{row['rate']:.0f}"
+    shown = "{:.2f} ({:.2f} to {:.2f})".format(row["ratio"], *row["interval"])
+    return f"{shown}; {row['whole']:.2f}" if "whole" in row and "peer" not in row else shown
+
+
 def page(rows: list[dict[str, Any]]) -> str:
     """Markdown: a table a target and temperature, a row a batch size, a column an arm."""
     hows = dict.fromkeys(f"{one['on']}: {one['how']}." for one in rows)
     lines = ["# Tokens a second by load", "", " ".join([source(rows), *hows]), ""]
     lines += [
         "Ratio to plain decoding of the same rows, with its 95% interval over groups; under plain, "
-        "its tokens a second. `generate` is transformers', padded, prefills included on both sides."
+        "its tokens a second. `generate` is transformers', padded, prefills included on both "
+        "sides; of ours that is the figure after a semicolon, of rows that have it."
     ]
     for title, here in parts(rows):
         whats = list(dict.fromkeys(one["what"] for one in here))
@@ -140,15 +150,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         body = []
         for size in dict.fromkeys(one["batch"] for one in here):
             found = {one["what"]: one for one in here if one["batch"] == size}
-            cells = [
-                f"{found[what]['rate']:.0f}"
-                if what == "plain"
-                else "{:.2f} ({:.2f} to {:.2f})".format(
-                    found[what]["ratio"], *found[what]["interval"]
-                )
-                for what in whats
-            ]
-            body.append([str(size), *cells])
+            body.append([str(size), *(cell(found[what]) for what in whats)])
         lines += markdown(("rows", *whats), body)
     return "\n".join([*lines, "", "![tokens a second by rows](load.svg)", ""])
 
