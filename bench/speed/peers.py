@@ -73,6 +73,7 @@ class PeersBench(PairBench):
     accept_tokens: int = 192
     repeats: int = 2
     threads: str = "1,2"
+    openvino_isa: str = ""  # the most that its oneDNN may use: in bf16 its drafts die by AMX
     work: str = "runs/peers"
 
 
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> None:
             target, tokenizer = load_decoded(TargetSpec(folder, dtype=settings.dtype), "cpu")
             with ExitStack() as stack:
                 how = settings.drafter, settings.dtype, threads, settings.environments
-                place = Place(target, tokenizer, *how, exported, stack)
+                place = Place(target, tokenizer, *how, exported, stack, settings.openvino_isa)
                 rows += measured(settings, place, pair, prompts, work)
     # ----------------------------------------------------------------- report
     rows = [about_run() | row for row in rows]

@@ -6,6 +6,7 @@ clock holds the first token's pass too (a token of it is counted).
 """
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -76,6 +77,7 @@ class Place:
     peers: str  # the folder of their environments
     exported: dict[str, Path]
     stack: ExitStack
+    isa: str = ""  # of OpenVINO's oneDNN at most
     servers: dict[Who, LlamaServer] = field(default_factory=dict)
     decoders: dict[tuple[str, str], Decoder] = field(default_factory=dict)  # ours: what, K
 
@@ -148,6 +150,7 @@ class OpenVino:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
+            env=os.environ | ({"ONEDNN_MAX_CPU_ISA": place.isa} if place.isa else {}),
         )
         place.stack.callback(self.process.communicate)
 
@@ -157,7 +160,10 @@ class OpenVino:
         print(json.dumps(asked), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise ValueError(f"OpenVINO: the worker ended; what it said: {self.log.name}")
+            raise ValueError(
+                f"OpenVINO: the worker ended with code {self.process.wait()}; what it said: "
+                f"{self.log.name}; of code -8, by AMX: try openvino_isa=AVX512_CORE_BF16"
+            )
         return Told(**json.loads(line))
 
 
