@@ -44,11 +44,11 @@ class Owed:
         self.begin(admitted.rows_R, admitted.lens_R)
         for row in self.prompts.keys() - set(busy):
             self.prompts.pop(row)
-        held = *self.prompts.values(), admitted
+        alone = [admitted.alone(i) for i in range(len(admitted.rows_R) * asleep)]
+        held = *self.prompts.values(), *alone
         fits = sum(x.nbytes for one in held for x in one if x is not None) <= PROMPTS
-        if asleep and fits:
-            rows = enumerate(admitted.rows_R.tolist())
-            self.prompts.update({row: admitted.alone(i) for i, row in rows})
+        if fits:
+            self.prompts.update(zip(admitted.rows_R.tolist(), alone, strict=False))
         return asleep and fits
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:

@@ -91,9 +91,7 @@ class Compressed:
 
 
 def room_of(shape: tuple[int, int]) -> Tensor:
-    """Bytes that a form is made in, on large pages with those made before it; of a large one on its
-    own, which nothing keeps after it.
-    """
+    """Bytes of a form, on large pages with others', or, of a large one, alone."""
     global _left
     size = shape[0] * shape[1]
     if size > SLAB // 2:
