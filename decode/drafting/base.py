@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.forward.attention import Seen
@@ -212,7 +213,8 @@ class Kept(NamedTuple):
 
 class Admitted(NamedTuple):
     """Prompts that begin: the rows they take, their tokens right-padded, their lengths, the first
-    token sampled after each; taps_RNU: the target's states at their tokens, where it has taps.
+    token sampled after each; taps_RNU: the target's states at their tokens, where it has taps, or
+    `each` prompt's [n, U] until they are padded.
     """
 
     rows_R: Tensor
@@ -220,14 +222,20 @@ class Admitted(NamedTuple):
     lens_R: Tensor
     pending_R: Tensor
     taps_RNU: Tensor | None = None
+    each: Sequence[Tensor] | None = None
 
     def alone(self, i: int) -> "Admitted":
         """The i-th of them, without its padding."""
         one, many = slice(i, i + 1), int(self.lens_R[i])
         tokens_1N = self.tokens_RN[one, :many].clone()  # of a batch that would stay else
         taps_1NU = None if self.taps_RNU is None else self.taps_RNU[one, :many].clone()
-        lens_1, pending_1 = self.lens_R[one], self.pending_R[one]
-        return Admitted(self.rows_R[one], tokens_1N, lens_1, pending_1, taps_1NU)
+        taps_1NU = self.each[i][None] if self.each else taps_1NU
+        own = self.rows_R[one], tokens_1N, self.lens_R[one], self.pending_R[one]
+        return Admitted(*own, taps_1NU)
+
+    def padded(self) -> "Admitted":
+        taps_RNU = pad_sequence(list(self.each), True) if self.each else self.taps_RNU
+        return self._replace(taps_RNU=taps_RNU, each=None)
 
     @property
     def next_RN(self) -> Tensor:

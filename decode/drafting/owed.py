@@ -46,7 +46,7 @@ class Owed:
             self.prompts.pop(row)
         alone = [admitted.alone(i) for i in range(len(admitted.rows_R) * asleep)]
         held = *self.prompts.values(), *alone
-        fits = sum(x.nbytes for one in held for x in one if x is not None) <= PROMPTS
+        fits = sum(x.nbytes for one in held for x in one if isinstance(x, Tensor)) <= PROMPTS
         if fits:
             self.prompts.update(zip(admitted.rows_R.tolist(), alone, strict=False))
         return asleep and fits

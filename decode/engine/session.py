@@ -183,7 +183,7 @@ class Session(Hearing):
         lens_R = torch.tensor(list(map(len, prompts)), device=device)
         tokens_RN = pad_sequence(prompts, batch_first=True).to(device)
         batch.pool.clear(rows_R)
-        logits_RV, taps_RNU = runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
+        logits_RV, taps = runner.prefill(batch.pool, rows_R, tokens_RN, lens_R)
         seeds_R = torch.tensor([request.seed for request in requests], device=device)
         params = together([request.params for request in requests], device)
         race_RLV = decoder.stepper.race(seeds_R, lens_R[:, None], params)
@@ -195,16 +195,17 @@ class Session(Hearing):
         pending_R = choose(p_logits_RV, None if race_RLV is None else race_RLV[:, 0])
         rows.admit(rows_R, lens_R, pending_R, requests)
         self.heard = None
-        admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, taps_RNU)
+        both = (None, taps) if isinstance(taps, tuple) else (taps, None)
+        admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, *both)
         if (drafter := decoder.drafter) is not None:
             asleep = decoder.policy.asleep and not drafter.remembers
             owed, began = batch.owed, self.clock()
             waits = owed is not None and owed.admit(admitted, rows.busy, asleep=asleep)
             if not waits:
-                drafter.prefill(admitted)
+                drafter.prefill(admitted.padded())
             decoder.policy.admit(len(requests), None if waits else self.clock() - began)
         if batch.harvest is not None:
-            batch.harvest.admit(admitted)
+            batch.harvest.admit(admitted.padded())
         top, listed_RW = most_listed(requests), None
         if top is not None:
             listed_RW = told_log_probs(logits_RV, pending_R, top).cpu()

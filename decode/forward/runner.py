@@ -132,14 +132,17 @@ class Runner:
 
     def prefill(
         self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, ...] | None]:
         """Write prompts (right-padded to N) into the slots of `rows_B`, garbage beyond their
-        lengths; the logits [B, V] after each, and the taps' states [B, N, U], where there are taps,
-        anything beyond lengths.
+        lengths; the logits [B, V] after each, and the taps' states, where there are taps: of each
+        prompt [n, U], or [B, N, U] with anything beyond lengths.
         """
-        hidden_BNH, taps_BNU = self._prompts(pool, rows_B, tokens_BN, lens_B)
-        last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden_BNH.shape[-1])
-        return self.logits(hidden_BNH.gather(1, last_B11)[:, 0]), taps_BNU
+        hidden, taps = self._prompts(pool, rows_B, tokens_BN, lens_B)
+        if hidden.ndim == 2:
+            each = None if taps is None else taps.split(lens_B.tolist())
+            return self.logits(hidden[lens_B.cumsum(0) - 1]), each
+        last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+        return self.logits(hidden.gather(1, last_B11)[:, 0]), taps
 
     def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
         native = self.native if self.attention == "masked" else None
@@ -152,25 +155,19 @@ class Runner:
         return self._pass(tokens_BN, positions_BN, cache)
 
     def _in_pieces(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
-        """Prompts without their padding, one after another, PIECE tokens a pass."""
+        """Prompts without their padding, one after another, PIECE tokens a pass: [M, H], [M, U]."""
         real_BN = torch.arange(tokens_BN.shape[1]) < lens_B[:, None]
         own_M, at_M = real_BN.nonzero(as_tuple=True)
-        whole_BNX: list[Tensor] = []  # states, and taps where there are any; zeros beyond lengths
+        found = []
         for own, at in zip(own_M.split(PIECE), at_M.split(PIECE), strict=True):
             row, begins = rows_B[own], lens_B.new_zeros(pool.rows)
             begins = begins.scatter_reduce(0, row, at, "amin", include_self=False)
             packed, slots_RP = row * PIECE + at - begins[row], begins[:, None] + torch.arange(PIECE)
             fed_RP = torch.zeros_like(slots_RP).put_(packed, tokens_BN[own, at])
             seen = Seen(begins, int(at.max()) + 1)
-            found = self.verify(pool, fed_RP, slots_RP, slots_RP, seen, packed=packed)
-            made = [x for x in found if x is not None]
-            if len(own) == real_BN.numel():  # all of them, and nothing is padded
-                whole_BNX = [x.view(*real_BN.shape, -1) for x in made]
-                break
-            whole_BNX = whole_BNX or [x.new_zeros(*real_BN.shape, x.shape[-1]) for x in made]
-            for whole, x in zip(whole_BNX, made, strict=True):
-                whole[own, at] = x[0]
-        return whole_BNX[0], whole_BNX[1] if self.taps else None
+            found.append(self.verify(pool, fed_RP, slots_RP, slots_RP, seen, packed=packed))
+        hidden, taps = zip(*found, strict=True)
+        return torch.cat(hidden, 1)[0], torch.cat(taps, 1)[0] if self.taps else None
 
     def verify(
         self,
@@ -263,7 +260,9 @@ class Runner:
         """Of whole texts, in slots of their own."""
         rows_B = torch.arange(len(ids_BT), device=self.device)
         lens_B = torch.full_like(rows_B, ids_BT.shape[1])
-        return self._prompts(self.pool(*ids_BT.shape), rows_B, ids_BT, lens_B)
+        hidden, taps = self._prompts(self.pool(*ids_BT.shape), rows_B, ids_BT, lens_B)
+        shape = *ids_BT.shape, -1
+        return hidden.reshape(shape), None if taps is None else taps.reshape(shape)
 
     def _pass(
         self, tokens_BN: Tensor, positions_BN: Tensor, cache: SlotCache, *, taps: bool = True
@@ -348,13 +347,14 @@ class Runner:
         lens_B = torch.tensor([7, 4], device=self.device)
         tokens_BN = torch.arange(14, device=self.device).view(2, 7) % len(self.head.weight)
         rows_B, pool = torch.arange(2, device=self.device), self.pool(2, 16)
-        logits_BV, prompt_BNU = self.prefill(pool, rows_B, tokens_BN, lens_B)
+        logits_BV, prompt = self.prefill(pool, rows_B, tokens_BN, lens_B)
         positions_BN = lens_B[:, None] + torch.arange(3, device=self.device)
         seen = Seen(lens_B, pool.slots)
         states = self.verify(pool, tokens_BN[:, :3], positions_BN, positions_BN, seen)
-        if prompt_BNU is not None:
-            prompt_BNU = prompt_BNU[torch.arange(7, device=self.device) < lens_B[:, None]]
-        found = [logits_BV.masked_fill(logits_BV.isneginf(), 0), *states, prompt_BNU]
+        if isinstance(prompt, Tensor):
+            prompt = (prompt[torch.arange(7, device=self.device) < lens_B[:, None]],)
+        prompt_MU = torch.cat(prompt) if prompt is not None else None
+        found = [logits_BV.masked_fill(logits_BV.isneginf(), 0), *states, prompt_MU]
         return [state.float() for state in found if state is not None]
 
 
