@@ -202,7 +202,7 @@ class Session(Hearing):
             owed, began = batch.owed, self.clock()
             waits = owed is not None and owed.admit(admitted, rows.busy, asleep=asleep)
             if not waits:
-                drafter.prefill(admitted.padded())
+                drafter.prefill(admitted := admitted.padded())
             decoder.policy.admit(len(requests), None if waits else self.clock() - began)
         if batch.harvest is not None:
             batch.harvest.admit(admitted.padded())
