@@ -282,6 +282,26 @@ def test_prompts_wait_beside_those_of_busy_rows(monkeypatch: pytest.MonkeyPatch)
     assert kept.tokens_RN.untyped_storage().nbytes() == 40
 
 
+def test_prompts_wait_without_their_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch counts as what its prompts have; states not padded yet are as those that are."""
+    debt = owed.Owed(torch.zeros(2, dtype=torch.int64), taps=True)
+    lens_R, taps_RNU = torch.tensor([8, 2]), torch.randn(2, 8, 4)
+    taps_RNU[1, 2:] = 0
+    own = torch.tensor([0, 1]), torch.ones(2, 8, dtype=torch.int64), lens_R, torch.tensor([3, 4])
+    padded, loose = Admitted(*own, taps_RNU), Admitted(*own, None, (taps_RNU[0], taps_RNU[1, :2]))
+    again = loose.padded()
+    assert again.taps_RNU is not None and torch.equal(again.taps_RNU, taps_RNU)
+    size = sum(x.nbytes for i in range(2) for x in padded.alone(i) if x is not None)
+    monkeypatch.setattr(owed, "PROMPTS", size)
+    for one in (padded, loose):
+        assert debt.admit(one, [], asleep=True) and set(debt.prompts) == {0, 1}
+        for row, many in enumerate(lens_R.tolist()):
+            kept = debt.prompts[row].taps_RNU
+            assert kept is not None and torch.equal(kept, taps_RNU[row : row + 1, :many])
+    monkeypatch.setattr(owed, "PROMPTS", size - 1)
+    assert not debt.admit(padded, [], asleep=True) and not debt.prompts
+
+
 def test_what_is_owed_is_in_order_of_position() -> None:
     """Tokens 10 p of positions p; of three rows one has just begun, one rests."""
     debt = owed.Owed(torch.zeros(3, dtype=torch.int64), taps=True)
