@@ -69,7 +69,6 @@ class PeersBench(PairBench):
     trial: int = 2  # more prompts, on which each arm's K is chosen
     new_tokens: int = 64
     K: str = "1,2,3,4,6,8"
-    trees: str = ""  # that ours drafts too, semicolon between
     accept_K: int = 4  # at which accepted tokens are compared with llama.cpp's
     accept_tokens: int = 192
     repeats: int = 2
@@ -173,8 +172,7 @@ def measured(
     """All rows of a pair on so many threads."""
     told = prompts[settings.trial :]
     Ks = [int(K) for K in settings.K.split(",")]
-    trees = [tree for tree in settings.trees.split(";") if tree]
-    arms = candidates(place, Ks, trees, settings.peers.split(","), work)
+    arms = candidates(place, Ks, settings.peers.split(","), work)
     many = Counter(who[:2] for who in arms)
     tried = {who: call for who, call in arms.items() if many[who[:2]] > 1}
     tries = take_turns(f"{pair}, trial", tried, prompts[: settings.trial], settings.new_tokens, 1)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,12 +82,10 @@ class Place:
     decoders: dict[tuple[str, str], Decoder] = field(default_factory=dict)  # ours: what, K
 
 
-def ours(place: Place, what: str, K: int | str) -> Call:
-    """K: draft calls (0: none), or a tree."""
+def ours(place: Place, what: str, K: int) -> Call:
     name = {PLAIN: None, DRAFTED: place.drafter, LOOKED: "ngram"}[what]
     drafter = load_drafter(name, place.target, place.tokenizer, allow_target_mismatch=True)
-    options: dict[str, Any] = {"tree": K} if isinstance(K, str) else {"K": K} if K else {}
-    decoder = Decoder(place.target, place.tokenizer, drafter, **options)
+    decoder = Decoder(place.target, place.tokenizer, drafter, **({"K": K} if K else {}))
     place.decoders[what, str(K)] = decoder
 
     def call(ids: list[int], new_tokens: int) -> Told:
@@ -215,13 +213,12 @@ def llama_options(place: Place, what: str, K: str) -> list[str]:
 
 
 def candidates(
-    place: Place, Ks: Sequence[int], trees: Sequence[str], peers: Sequence[str], logs: Path
+    place: Place, Ks: Sequence[int], peers: Sequence[str], logs: Path
 ) -> dict[Who, Call]:
-    """Every arm: each way of drafting at each K, and ours by each tree."""
+    """Every arm: each way of drafting at each K."""
     arms: dict[Who, Call] = {Who(PLAIN, "ours"): ours(place, PLAIN, 0)}
     drafted = [(what, K) for what in (DRAFTED, LOOKED) for K in Ks]
     arms |= {Who(what, "ours", str(K)): ours(place, what, K) for what, K in drafted}
-    arms |= {Who(DRAFTED, "ours", tree): ours(place, DRAFTED, tree) for tree in trees}
     if "transformers" in peers:
         arms[Who(PLAIN, "transformers")] = transformers(place, PLAIN, "")
         names = [(what, str(K)) for what, K in drafted]

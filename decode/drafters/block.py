@@ -94,9 +94,8 @@ class BlockDrafter(HeadDrafter):
             ready = lit is not None and lit.drafts(self.lm_head, rows)
         else:
             ready = native.reads_out(self.lm_head)
-            after = None if self.after is None else self.after.native
-            by_token = plan.light == "markov" and after is not None
-            ready = ready and (type(light) is Light or by_token)
+            after = self.after if plan.light == "markov" else None
+            ready = ready and (type(light) is Light or bool(after and after.native))
         if not ready:
             return None
         size = 0 if plan.mask == "causal" else head.block

@@ -44,12 +44,13 @@ class Owed:
         self.begin(admitted.rows_R, admitted.lens_R)
         for row in self.prompts.keys() - set(busy):
             self.prompts.pop(row)
-        alone = [admitted.alone(i) for i in range(len(admitted.rows_R) * asleep)]
-        held = *self.prompts.values(), *alone
+        if not asleep:
+            return False
+        alone = {row: admitted.alone(i) for i, row in enumerate(admitted.rows_R.tolist())}
+        held = (self.prompts | alone).values()
         fits = sum(x.nbytes for one in held for x in one if isinstance(x, Tensor)) <= PROMPTS
-        if fits:
-            self.prompts.update(zip(admitted.rows_R.tolist(), alone, strict=False))
-        return asleep and fits
+        self.prompts |= alone if fits else {}
+        return fits
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
         """Rounds, each of a Kept or several of one; none where they aren't to be told: all before

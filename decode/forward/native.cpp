@@ -290,9 +290,7 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
             int64_t best = chosen(c, &logits[row * c.size], row, k, most, all);
             if (c.sure) {
                 F16 total = (F16){};
-                for (int64_t d = 0; d < c.size; d += 16) {
-                    total += exp16(read<F16>(&scores[d]) - most);
-                }
+                for (int64_t d = 0; d < c.size; d += 16) total += exp16(read<F16>(&scores[d]) - most);
                 c.sure[row * c.steps + k] = -logf(sum16(total));
             }
             fed[row] = tokens[row * c.steps + k] = c.ids ? c.ids[best] : best;

@@ -19,8 +19,8 @@ static inline bool tiles() {
 #endif
 }
 #ifdef TILES
-const int64_t ROWS = 16, PIECE = 32;   // tokens of a tile; inputs, of a strip's both tiles too
-const int64_t AHEAD = 2, ALIVE = 4;    // pieces made before they are read, which writes wait for; kept
+const int64_t ROWS = 16, PIECE = 32;  // tokens of a tile; inputs, of a strip's both tiles too
+const int64_t AHEAD = 2, ALIVE = 4;   // pieces made before they are read, which writes wait for; kept
 // The eight tiles: 0 to 3 sums of `rows` tokens and 16 outputs, 4 and 5 a piece of a strip, 6 and 7 of tokens.
 struct Shapes {
     uint8_t palette = 1, start = 0, kept[14] = {};
@@ -59,6 +59,7 @@ static inline void unpacked(Matrix &strip, int64_t i, int64_t in, __m512i *to) {
         for (int n = 0; n < 4; n++) to[n] = (__m512i)own[n / 2][n % 2];
     }
 }
+// Strips first to last - 1 by all tokens, which lie as `in_tiles` makes them.
 template <class Matrix>
 static void by_tiles(const Matrix &w, const Sides &to, int64_t first, int64_t last, int64_t tokens) {
     static thread_local std::vector<__m512i> made;
@@ -71,6 +72,8 @@ static void by_tiles(const Matrix &w, const Sides &to, int64_t first, int64_t la
     Shapes shapes(split.rows);
     _tile_loadconfig(&shapes);
     for (int64_t n = first; n < last; n++) {
+        const int64_t o = STRIP * n, left = to.out - o;
+        const Sums bias[2] = {to.biases(o), to.biases(o + 16)};
         Matrix strip = w.strip(n);
         strip.begin();
         for (int64_t i = 0; i < AHEAD && i < pieces; i++) unpacked(strip, PIECE * i, in, place(i));
@@ -98,8 +101,6 @@ static void by_tiles(const Matrix &w, const Sides &to, int64_t first, int64_t la
             _tile_stored(1, sums[1], 64);
             if (both) _tile_stored(2, sums[2], 64);
             if (both) _tile_stored(3, sums[3], 64);
-            const int64_t o = STRIP * n, left = to.out - o;
-            const Sums bias[2] = {to.biases(o), to.biases(o + 16)};
             for (int part = 0; part < (both ? 4 : 2); part += 2) {
                 bf16 *y = to.y + split.first(t + part / 2) * to.step + o;
                 for (const float *sum = sums[part]; sum < sums[part] + 16 * split.rows; sum += 16, y += to.step) {
