@@ -8,6 +8,7 @@ Shapes: B rows, T positions, G hidden size of the target, F = (number of taps) *
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -100,6 +101,23 @@ def joined(taps: Sequence[Tap], norm: Tensor, taken: dict[int, Tensor | None]) -
     found = [state for state in states if state is not None]
     assert len(found) == len(taps), f"taps {list(taps)} asked for, {len(found)} seen"
     return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def parted(pieces: Sequence[Tensor], lens: Sequence[int]) -> tuple[Tensor, ...]:
+    """Each prompt's states [n, F] of pieces of them all, one after another; a copy of those alone
+    that begin in one piece and end in another.
+    """
+    left, found = deque(pieces), []
+    for many in lens:
+        parts = list[Tensor]()
+        while many:
+            piece = left.popleft()
+            parts.append(piece[:many])
+            many -= len(parts[-1])
+            if len(piece) > len(parts[-1]):
+                left.appendleft(piece[len(parts[-1]) :])
+        found.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return tuple(found)
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ states.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Kept
+from draftsmith.decode.drafting.base import Admitted, Drafter, Kept
 
 NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
@@ -51,6 +51,15 @@ class Owed:
         fits = sum(x.nbytes for one in held for x in one if isinstance(x, Tensor)) <= PROMPTS
         self.prompts |= alone if fits else {}
         return fits
+
+    def hand_prompts(self, drafter: Drafter, busy: Container[int]) -> int:
+        """Let the drafter take in those that wait, of rows that are busy: so many."""
+        held = [admitted for row, admitted in self.prompts.items() if row in busy]
+        self.prompts.clear()
+        for admitted in held:
+            with torch.inference_mode():
+                drafter.prefill(admitted)
+        return len(held)
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
         """Rounds, each of a Kept or several of one; none where they aren't to be told: all before

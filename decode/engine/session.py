@@ -7,7 +7,7 @@ Shapes: R rows just admitted, N prompt tokens.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -138,14 +138,16 @@ class Session(Hearing):
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
             # Late, what is read now is still being read as the round begins.
-            waited = plan is not None and part.owed is not None and bool(part.owed.prompts)
-            steady = not (waited and decoder.late)
-            if plan is not None:
+            handed, drafter = 0, part.drafter or decoder.drafter
+            if plan is not None and drafter is not None:
+                if part.owed is not None:
+                    handed = part.owed.hand_prompts(drafter, part.rows.busy)
+                    decoder.policy.admit(0, handed, self.clock() - began)
                 decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
                 part = self._part()
-            started = self.clock()
+            started, steady = self.clock(), not (handed and decoder.late)
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
                 steady &= decoder.graphs.steady
@@ -198,12 +200,15 @@ class Session(Hearing):
         both = (None, taps) if isinstance(taps, tuple) else (taps, None)
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, *both)
         if (drafter := decoder.drafter) is not None:
-            asleep = decoder.policy.asleep and not drafter.remembers
+            width = self._width([*rows.busy, *free])
+            rests = decoder.policy.asleep or not decoder.policy.will_draft(width)
+            asleep = rests and not drafter.remembers
             owed, began = batch.owed, self.clock()
             waits = owed is not None and owed.admit(admitted, rows.busy, asleep=asleep)
             if not waits:
                 drafter.prefill(admitted := admitted.padded())
-            decoder.policy.admit(len(requests), None if waits else self.clock() - began)
+            taken = 0 if waits else len(requests)
+            decoder.policy.admit(len(requests), taken, self.clock() - began)
         if batch.harvest is not None:
             batch.harvest.admit(admitted.padded())
         top, listed_RW = most_listed(requests), None
@@ -233,12 +238,15 @@ class Session(Hearing):
         of_B = [some if request is None else request.params for request in held]
         return together(of_B, self.decoder.runner.device)
 
+    def _width(self, busy: Sequence[int]) -> int:
+        """Rows that a round computes."""
+        used, every = max(busy, default=0) + 1, len(self.batch.rows.requests)
+        return min(every, 1 << (used - 1).bit_length()) if self.narrow else every
+
     def _part(self) -> DecodeBatch:
         """What a round computes: the batch, or its first rows."""
-        batch = self.batch
-        used = max(batch.rows.busy, default=0) + 1
-        rows = 1 << (used - 1).bit_length()
-        if not self.narrow or rows >= len(batch.rows.requests):
+        batch, rows = self.batch, self._width(self.batch.rows.busy)
+        if rows == len(batch.rows.requests):
             return batch
         if rows not in self._parts:
             self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)

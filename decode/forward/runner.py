@@ -42,7 +42,7 @@ from draftsmith.decode.forward.native import HALVES, PIECE, Half, NativeBody
 from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.states import StatePool, mixing
 from draftsmith.models.rollback import refuse_what_cannot_roll_back
-from draftsmith.models.taps import NORM, Tap, check_taps, joined, watching
+from draftsmith.models.taps import NORM, Tap, check_taps, joined, parted, watching
 from draftsmith.models.target import output_head, unwrapped
 from draftsmith.models.vocab import DraftVocab
 
@@ -138,13 +138,15 @@ class Runner:
         prompt [n, U], or [B, N, U] with anything beyond lengths.
         """
         hidden, taps = self._prompts(pool, rows_B, tokens_BN, lens_B)
-        if hidden.ndim == 2:
-            each = None if taps is None else taps.split(lens_B.tolist())
+        if isinstance(taps, list):
+            each = parted(taps, lens_B.tolist()) if taps else None
             return self.logits(hidden[lens_B.cumsum(0) - 1]), each
         last_B11 = (lens_B - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
         return self.logits(hidden.gather(1, last_B11)[:, 0]), taps
 
-    def _prompts(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
+    def _prompts(
+        self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
+    ) -> States | tuple[Tensor, list[Tensor]]:
         native = self.native if self.attention == "masked" else None
         if native is not None and native.reads(tokens_BN.shape[1]):
             return self._in_pieces(pool, rows_B, tokens_BN, lens_B)
@@ -154,8 +156,12 @@ class Runner:
             cache.mix = partial(pool.states.prefill, rows_B, lens_B)
         return self._pass(tokens_BN, positions_BN, cache)
 
-    def _in_pieces(self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor) -> States:
-        """Prompts without their padding, one after another, PIECE tokens a pass: [M, H], [M, U]."""
+    def _in_pieces(
+        self, pool: KVPool, rows_B: Tensor, tokens_BN: Tensor, lens_B: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Prompts without their padding, one after another, PIECE tokens a pass: [M, H], and the
+        taps' states in pieces.
+        """
         real_BN = torch.arange(tokens_BN.shape[1]) < lens_B[:, None]
         own_M, at_M = real_BN.nonzero(as_tuple=True)
         found = []
@@ -166,8 +172,8 @@ class Runner:
             fed_RP = torch.zeros_like(slots_RP).put_(packed, tokens_BN[own, at])
             seen = Seen(begins, int(at.max()) + 1)
             found.append(self.verify(pool, fed_RP, slots_RP, slots_RP, seen, packed=packed))
-        hidden, taps = zip(*found, strict=True)
-        return torch.cat(hidden, 1)[0], torch.cat(taps, 1)[0] if self.taps else None
+        taps = [taps_1NU[0] for _, taps_1NU in found if taps_1NU is not None]
+        return torch.cat([hidden for hidden, _ in found], 1)[0], taps
 
     def verify(
         self,
@@ -261,6 +267,8 @@ class Runner:
         rows_B = torch.arange(len(ids_BT), device=self.device)
         lens_B = torch.full_like(rows_B, ids_BT.shape[1])
         hidden, taps = self._prompts(self.pool(*ids_BT.shape), rows_B, ids_BT, lens_B)
+        if isinstance(taps, list):
+            taps = torch.cat(taps) if taps else None
         shape = *ids_BT.shape, -1
         return hidden.reshape(shape), None if taps is None else taps.reshape(shape)
 

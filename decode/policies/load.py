@@ -15,6 +15,7 @@ from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import Counts, counts_of
 from draftsmith.decode.tree_shapes import Plan
 
+FADES = 0.9  # of a mean's past, at each new figure
 Ranges = tuple[tuple[int, int], ...]  # up to so many rows: draft calls
 
 
@@ -30,9 +31,15 @@ class Table(Policy):
         self.ranges = read_table(text, plan.levels)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        levels = next(K for last, K in self.ranges if load.running <= last)
+        levels = self._levels(load.running)
         self.stays = MANY  # rows that end may change it, and they end a call
         return self.plans[-1].cut(levels) if levels else None
+
+    def will_draft(self, rows: int) -> bool:
+        return self._levels(rows) > 0
+
+    def _levels(self, running: int) -> int:
+        return next(K for last, K in self.ranges if running <= last)
 
 
 def read_table(text: str, most: int) -> Ranges:
@@ -59,7 +66,9 @@ class Pace:
     tried; near: whether there is one to try; woken: that the drafter was, for it; beside: a plain
     round's seconds when each was timed last; token: seconds that a row's token took by the best at
     the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
-    row's tokens and seconds in the trial that goes on.
+    row's tokens and seconds in the trial that goes on; stayed, stays: rounds since there are so
+    many rows, and the mean of before; waking, wakes: seconds beyond their own of the drafts since
+    the last round without, and the mean of before.
     """
 
     seconds: defaultdict[Plan | None, deque[float]]
@@ -77,6 +86,20 @@ class Pace:
     debt: float = 0.0
     gave: float = 0.0
     took: float = 0.0
+    stayed: int = 0
+    stays: float = 0.0
+    waking: float = 0.0
+    wakes: float = 0.0
+
+    def left(self) -> None:
+        """There are more rows now, or fewer."""
+        self.woke()
+        self.stays, self.stayed = faded(self.stays, self.stayed), 0
+
+    def woke(self) -> None:
+        """What drafts needed beside their own seconds is known."""
+        if self.waking:
+            self.wakes, self.waking = faded(self.wakes, self.waking), 0.0
 
     def latest(self, plan: Plan | None) -> float:
         """Seconds of that tree's latest rounds, the lower quartile."""
@@ -126,7 +149,7 @@ class Auto(Policy):
     COLD, BESIDE, SPELL = 2, 0.01, 0.2  # rounds; of seconds
     SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
     PRIOR = 0.05  # how much these weigh beside one measured tree
-    ANSWER, FADES = 64.0, 0.9  # tokens of an answer, before any; what of all before a prompt counts
+    ANSWER = 64.0  # tokens of one, before any
     rests = True
 
     def __init__(self, plan: Plan) -> None:
@@ -138,6 +161,7 @@ class Auto(Policy):
         self.drafts = 0  # of rows
         self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
         self.prompt = math.inf  # seconds that one takes the drafter
+        self.rows = 1  # of the last round
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
@@ -173,8 +197,11 @@ class Auto(Policy):
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP or not pace.near
-            self.stays = max(self.stays, NAP * self.asleep)  # a call isn't cut for a choice
+            self.stays = max(self.stays, NAP)  # a call isn't cut for a choice
         return pace.choice
+
+    def will_draft(self, rows: int) -> bool:
+        return self.paces[rows].choice is not None
 
     def observe(self, outcome: Outcome) -> None:
         asked = made = outcome.plan
@@ -186,7 +213,13 @@ class Auto(Policy):
         self.heard = 0 if self.asleep else self.heard + 1
         self.new += len(outcome.paths) + sum(map(len, outcome.paths))
         pace = self.paces[outcome.load.rows]
+        if self.rows != outcome.load.rows:
+            self.paces[self.rows].left()
+            self.rows = outcome.load.rows
+        pace.stayed += 1
         self.plain = 0 if asked is not None else self.plain + 1
+        if asked is None:
+            pace.woke()
         if outcome.seconds is None:
             return
         if not 0 < self.plain <= self.COLD:
@@ -198,6 +231,7 @@ class Auto(Policy):
             whole, plain, lost = outcome.whole or outcome.seconds, pace.latest(None), 0.0
             if made is not None:
                 pace.beside[made] = plain
+                pace.waking += whole - outcome.seconds
             if tries:  # one round may be the machine's doing, and counts up to a bound
                 tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
                 if made is not None:
@@ -207,17 +241,16 @@ class Auto(Policy):
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
-    def admit(self, rows: int, seconds: float | None) -> None:
+    def admit(self, rows: int, prompts: int, seconds: float) -> None:
         if self.new:  # of as many answers that have ended, in the long run
-            fades = self.FADES**rows
+            fades = FADES**rows
             self.answers, self.emitted = (
                 fades * self.answers + rows,
                 fades * self.emitted + self.new,
             )
             self.new = 0
-        if seconds is not None:  # the machine's doing may make it longer
-            slower = self.FADES * self.prompt + (1 - self.FADES) * seconds / rows
-            self.prompt = min(seconds / rows, slower)
+        if prompts:  # the machine's doing may make it longer
+            self.prompt = min(seconds / prompts, faded(self.prompt, seconds / prompts))
 
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
@@ -228,9 +261,10 @@ class Auto(Policy):
         for counts in self.counts.values():
             promised, took = counts.weighed(whole)
             tokens, seconds = tokens | promised, seconds | took
+        waking = pace.wakes / max(pace.stays, pace.stayed, 1)
         for plan in self.plans:  # as the slowest row has it, its share of the prompt with it
             tokens[plan] = 1 + (1 - load.lag) * (tokens[plan] - 1)
-            seconds[plan] += load.rows * tokens[plan] * prompt
+            seconds[plan] += load.rows * tokens[plan] * prompt + waking
         rates = {plan: tokens[plan] / each for plan, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if best != pace.best:
@@ -299,6 +333,11 @@ class Auto(Policy):
         nothing = {counts.nothing: plain for counts in self.counts.values()}
         whole = nothing | dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
         return {p: s * (1 + self.BESIDE * (p is not None)) for p, s in whole.items()}
+
+
+def faded(mean: float, new: float) -> float:
+    """With the mean of before, 0 where there was none."""
+    return FADES * mean + (1 - FADES) * new if mean else new
 
 
 def work(plan: Plan) -> np.ndarray:

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftsmith.decode.forward.lean import LeanBody
 from draftsmith.decode.forward.runner import Runner, Seen
-from draftsmith.models.taps import NORM, check_taps, default_taps, target_states
+from draftsmith.models.taps import NORM, check_taps, default_taps, parted, target_states
 
 TEXT_BT = torch.arange(26).view(2, 13) * 5 % 97
 
@@ -75,3 +75,14 @@ def test_default_taps() -> None:
 def test_wrong_taps_are_refused(taps) -> None:
     with pytest.raises(ValueError, match=r"taps: got"):
         check_taps(taps, LAYERS)
+
+
+def test_prompts_states_in_pieces() -> None:
+    """Whole in one piece or over three: those that lie in one are not copied."""
+    states_MF = torch.randn(20, 3)
+    pieces, lens = states_MF.split(6), (2, 13, 4, 1)
+    found = parted(pieces, lens)
+    assert all(map(torch.equal, found, states_MF.split(lens)))
+    place = states_MF.untyped_storage().data_ptr()
+    shared = [x.untyped_storage().data_ptr() == place for x in found]
+    assert shared == [True, False, False, True]

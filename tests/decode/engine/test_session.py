@@ -271,3 +271,31 @@ def test_the_likeliest_and_the_rest() -> None:
     p = logits.softmax(-1)[0]
     assert ids.tolist() == [[0, 3]]
     torch.testing.assert_close(log_p.exp()[0], torch.stack([p[0], p[3], p[1]]))
+
+
+@pytest.mark.parametrize("policy,waits", [("table:1-=0", True), ("table:1-2=0,3-=3", False)])
+def test_prompts_wait_where_so_many_rows_draft_nothing(
+    policy: str,
+    waits: bool,
+    tiny_target: PreTrainedModel,
+    tiny_draft: PreTrainedModel,
+    tiny_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """The drafter takes them in before it drafts."""
+    drafter, heard = drafter_of("eagle3", tiny_target, tiny_draft), list[int]()
+    assert drafter is not None
+    decoder = Decoder(tiny_target, tiny_tokenizer, drafter, batch_size=4, policy=policy, K=3)
+    prefill = drafter.prefill
+    drafter.prefill = lambda new: heard.append(len(new.rows_R)) or prefill(new)  # type: ignore
+    session = decoder.open_session(4, 96)
+    for i, text in enumerate(PROMPTS[:3]):
+        how = {"tokenizer": tiny_tokenizer, "params": WAYS[0], "context": 96}
+        session.submit(open_request(text, i, 0, **how))
+    session.step()
+    assert session.running == 3 and heard == ([] if waits else [3])
+    decoder.policy.next_plan = lambda *_: decoder.policy.plans[-1]  # type: ignore[method-assign]
+    session.step()
+    assert heard == ([1, 1, 1] if waits else [3])
+    owed = session.batch.owed
+    assert owed is not None and not owed.prompts
+    session.close()

@@ -332,10 +332,42 @@ def test_what_prompts_take_a_drafter_is_shared_out_over_answers(
     for _ in range(count):
         if left <= 0:
             left = 48
-            policy.admit(1, None if policy.asleep else prompt)
+            policy.admit(1, not policy.asleep, prompt)
         plan = policy.next_plan(Load(1, 1))
         [path] = rounds(plan, [0.8], 1, noise)
         own = (1.0 if plan is None else 1.64) * (1 + 0.02 * noise.exponential())
         policy.observe(Outcome(plan, plan is not None, [path], None, Load(1, 1), own, None, own))
         left, drafted = left - 1 - len(path), drafted + (plan is not None)
     assert drafted > 0.5 * count if drafts else drafted < 0.1 * count
+
+
+@pytest.mark.parametrize("long,drafts", [(6, False), (300, True)])
+def test_what_waking_takes_is_weighed_against_how_long_so_many_rows_stay(
+    long: int, drafts: bool
+) -> None:
+    """Drafts give a third more at one row and a third as much at four; after these the drafter has
+    to hear of them, which takes ten plain rounds.
+    """
+    for seed in range(4):
+        noise, policy, visits = (
+            np.random.default_rng(seed),
+            Auto(chain_plan(1)),
+            12_000 // (long + 30),
+        )
+        drafted, took, tokens = 0, 0.0, 0
+        for visit in range(visits):
+            for rows, count in ((1, long), (4, 30)):
+                slept = True
+                for _ in range(count):
+                    plan = policy.next_plan(Load(rows, rows))
+                    paths = list(rounds(plan, [0.8], rows, noise))
+                    own = 1.0 if plan is None else 1.35 if rows == 1 else 5.4
+                    whole = own + 10 * (slept and plan is not None)
+                    slept = plan is None
+                    about = plan, int(plan is not None), paths, None, Load(rows, rows)
+                    policy.observe(Outcome(*about, own, None, whole))
+                    if visit > visits // 2 and rows == 1:
+                        drafted, took = drafted + (plan is not None), took + whole
+                        tokens += 1 + len(paths[0])
+        assert tokens / took > (1.2 if drafts else 0.97)
+        assert drafted > 0.9 * long * (visits // 2 - 1) if drafts else drafted < 0.1 * long * visits
