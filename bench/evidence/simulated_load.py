@@ -43,7 +43,7 @@ from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.train.run.recipe import gsm8k
 
-ROWS = [1, 2, 4, 8, 16]
+ROWS = [1, 2, 3, 4, 6, 8, 12, 16]
 POLICIES = {"plain": "table:1-=0", "fixed:2": "table:1-=2", "fixed:5": "table:1-=5", "auto": "auto"}
 READY = 120.0
 

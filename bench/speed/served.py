@@ -2,13 +2,15 @@
 
     python bench/speed/served.py                         # the one-pass table's drafter of ours
     python bench/speed/served.py loads=0.2,0.9 turns=1 requests=40 out=runs/bench/try
+    python bench/speed/served.py on=twin target=TWIN drafter=DRAFTER turns=4
 
 The capacity is the requests a second that a server without drafts answers to as many clients as it
 has rows. At each load requests arrive as a Poisson process, the same for both arms, whose servers
 take turns, the other one first each time, and decode on one thread, their clients on another.
 goodput: answers a second that came within `patience` times what a lone request takes without drafts
 (median). Each figure is the mean over turns; a ratio is over the arm without drafts, with its
-interval (95%, bootstrap over turns). Rows and page: <out>/served.*
+interval (95%, bootstrap over turns). Rows and page: <out>/served.*, where those of other targets
+stay.
 """
 
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from rich.progress import track
 from draftsmith.bench.evidence.simulated_load import served
 from draftsmith.bench.evidence.traffic import Ask, Reply, at_rate, by_clients, latencies
 from draftsmith.bench.reproduce import need
-from draftsmith.bench.rows import about_run, markdown, source, write_table
+from draftsmith.bench.rows import about_run, beside, markdown, source, write_table
 from draftsmith.command import parse, run_command
 from draftsmith.decode.evaluate.metrics import ratio_interval
 from draftsmith.decode.prompts.prompts import load_prompts
@@ -37,6 +39,7 @@ FIGURES = ("p50", "p99", "goodput", "tokens_per_s")
 
 @dataclass
 class Served:
+    on: str = "target-15m"  # what the target is called
     target: str = field(default_factory=lambda: gsm8k("target"))
     drafter: str = "runs/one-pass/ours-0/drafter"
     data: str = field(default_factory=lambda: gsm8k("data"))
@@ -68,7 +71,8 @@ def main(argv: list[str]) -> None:
                 replies = at_rate(ends[arm], asks, load * capacity, turn)
                 told = latencies(replies) | {"goodput": goodput(replies, settings.patience * lone)}
                 found.setdefault((load, arm), []).append(told)
-    about = about_run() | {"capacity": capacity, "lone_s": lone, "target": settings.target}
+    about = about_run() | {"capacity": capacity, "lone_s": lone}
+    about |= {"on": settings.on, "target": settings.target}
     about["how"] = (
         f"{settings.drafter} drafts, K = {settings.K}; bfloat16, one thread, {ROWS} rows; "
         f"{settings.max_new_tokens} new tokens at temperature 1; {settings.requests} requests at "
@@ -76,6 +80,7 @@ def main(argv: list[str]) -> None:
         f"{settings.patience:g} times what a lone request takes"
     )
     rows = [about | row(load, arm, found) for load in loads for arm in ARMS]
+    rows = beside(Path(settings.out) / "served.json", rows, "on")
     write_table(Path(settings.out), "served", rows, page(rows))
     print(page(rows))
 
@@ -100,27 +105,34 @@ def row(load: float, arm: str, found: dict[Any, list[dict[str, float]]]) -> dict
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a row a load and arm."""
-    first = rows[0]
-    lines = ["# A server under load", "", f"{source(rows)} {first['how']}. "]
+    """Markdown: a table a target, a row a load and arm."""
+    lines = ["# A server under load", "", source(rows)]
     lines[-1] += (
-        f"Capacity: {first['capacity']:.1f} requests a second; a lone request takes "
-        f"{1e3 * first['lone_s']:.0f} ms. Beside figures their ratio to those of the arm without "
-        "drafts, with its 95% interval over turns."
+        " Beside figures their ratio to those without drafts, with its interval over turns."
     )
-    body = []
-    for one in rows:
-        cells = []
-        for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
-            beside = ""
-            if one["what"] != "plain" and (found := one[f"{name}_ratio"]) is not None:
-                between = f" {bracket(found[1:])}" if found[1:] else ""
-                beside = f" ({found[0]:.2f}{between})"
-            figure = unit * one[name]
-            cells.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside}")
-        body.append([f"{one['load']:.0%}", one["what"], *cells])
     head = ("load", "arm", "p50 ms", "p99 ms", "good answers a second", "tokens/s")
-    return "\n".join([*lines, "", *markdown(head, body), ""])
+    for on in dict.fromkeys(one["on"] for one in rows):
+        own = [one for one in rows if one["on"] == on]
+        lines += ["", f"## {on.capitalize()}", "", f"{own[0]['how']}. "]
+        lines[-1] += (
+            f"Capacity: {own[0]['capacity']:.3g} requests a second; a lone request takes "
+            f"{1e3 * own[0]['lone_s']:,.0f} ms."
+        )
+        lines += ["", *markdown(head, list(map(cells, own)))]
+    return "\n".join([*lines, ""])
+
+
+def cells(one: dict[str, Any]) -> list[str]:
+    """A row of the page."""
+    found = []
+    for name, unit in zip(FIGURES, (1e3, 1e3, 1, 1), strict=True):
+        beside_it = ""
+        if one["what"] != "plain" and (ratio := one[f"{name}_ratio"]) is not None:
+            between = f" {bracket(ratio[1:])}" if ratio[1:] else ""
+            beside_it = f" ({ratio[0]:.2f}{between})"
+        figure = unit * one[name]
+        found.append(f"{figure:,.{0 if figure > 100 else 1}f}{beside_it}")
+    return [f"{one['load']:.0%}", one["what"], *found]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class Session(Hearing):
     """context: tokens that a row may hold, prompt and answer; finished: called as requests end by
     themselves, in `step`; narrow: on a CPU, where every row costs, a round computes rows up to the
-    last busy one (a power of two of them): bf16 then rounds differently with who else is there.
+    last busy one (a power of two of them, or three quarters of one): bf16 then rounds differently
+    with who else is there.
     """
 
     def __init__(
@@ -240,8 +241,8 @@ class Session(Hearing):
 
     def _width(self, busy: Sequence[int]) -> int:
         """Rows that a round computes."""
-        used, every = max(busy, default=0) + 1, len(self.batch.rows.requests)
-        return min(every, 1 << (used - 1).bit_length()) if self.narrow else every
+        every = len(self.batch.rows.requests)
+        return min(every, computed(max(busy, default=0) + 1)) if self.narrow else every
 
     def _part(self) -> DecodeBatch:
         """What a round computes: the batch, or its first rows."""
@@ -252,6 +253,12 @@ class Session(Hearing):
             self._parts[rows] = batch.first(rows, self._params(rows), self.decoder.drafter)
         self._parts[rows].listed, self._parts[rows].grammars = batch.listed, batch.grammars
         return self._parts[rows]
+
+
+def computed(rows: int) -> int:
+    """As many at least: a power of two, or three quarters of one. Policies learn of each size."""
+    power = 1 << (rows - 1).bit_length()
+    return 3 * power // 4 if rows <= 3 * power // 4 else power
 
 
 def most_listed(requests: Iterable[Request | None]) -> int | None:

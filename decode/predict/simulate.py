@@ -23,6 +23,7 @@ import numpy as np
 
 from draftsmith.command import check_least, numbers, parse
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.engine.session import computed
 from draftsmith.decode.predict.load_arms import arm, named
 from draftsmith.decode.predict.load_grid import Grid, measured_grid
 from draftsmith.decode.predict.load_simulator import (
@@ -146,12 +147,12 @@ def loads_of(settings: Simulation) -> dict[str, Arrivals]:
 
 
 def write_grid(settings: Simulation, K: int) -> None:
-    """Measure the costs of batches up to the size, powers of two."""
+    """Measure the costs of batches up to the size, of as many rows as are computed."""
     how: dict[str, Any] = {"device": settings.device, "dtype": settings.dtype, "K": K}
     decoder = Decoder.from_pretrained(settings.target, settings.drafter, **how)
     cut: dict[str, Any] = {"prompt_tokens": settings.prompt_tokens, "limit": 64}
     prompts = load_prompts(settings.prompts, decoder.tokenizer, **cut)
-    rows = [1 << i for i in range((settings.batch_size - 1).bit_length() + 1)]
+    rows = sorted({computed(n) for n in range(1, settings.batch_size + 1)})
     grid = measured_grid(decoder, [prompt.tokens for prompt in prompts], rows)
     about = {"machine": machine(decoder.runner.device.type), "command": command_line()}
     Path(settings.costs).parent.mkdir(parents=True, exist_ok=True)

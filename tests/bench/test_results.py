@@ -170,7 +170,7 @@ def test_a_turn_without_a_good_answer_has_no_interval() -> None:
     rows = [served.row(1.2, arm, found) for arm in served.ARMS]
     assert rows[0]["goodput_ratio"] == [1.0] and rows[0]["p50_ratio"][0] == 1
     about = {"how": "how", "capacity": 1.0, "lone_s": 0.1, "commit": "1", "machine": "m"}
-    about["command"] = "python bench/speed/served.py"
+    about |= {"command": "python bench/speed/served.py", "on": "twin"}
     text = served.page([row | about for row in rows])
     assert "| 1.5 (1.00) |" in text and "1.00 [1.00, 1.00]" in text and "nan" not in text
     none = [turn | {"goodput": 0.0} for turn in turns]

@@ -299,3 +299,16 @@ def test_prompts_wait_where_so_many_rows_draft_nothing(
     owed = session.batch.owed
     assert owed is not None and not owed.prompts
     session.close()
+
+
+def test_rounds_compute_few_rows_that_nobody_has(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """So few numbers of rows that policies learn of each."""
+    session = Decoder(tiny_target, tiny_tokenizer).open_session(14, 96)
+    widths = [session._width(range(used)) for used in range(1, 15)]
+    assert widths == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 14, 14]
+    assert session._width([4, 0]) == 6 and session._width([]) == 1
+    session.narrow = False
+    assert session._width([0]) == 14
+    session.close()
