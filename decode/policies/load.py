@@ -229,6 +229,8 @@ class Auto(Policy):
         tries = asked != pace.best or pace.woken
         if pace.seconds[None] and (made is not None or tries or pace.debt):
             whole, plain, lost = outcome.whole or outcome.seconds, pace.latest(None), 0.0
+            if self.drafts <= self.TRY * len(outcome.paths):
+                whole = outcome.seconds  # what a drafter sets up at its first draft it keeps
             if made is not None:
                 pace.beside[made] = plain
                 pace.waking += whole - outcome.seconds
