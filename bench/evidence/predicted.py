@@ -3,10 +3,10 @@
     python bench/evidence/predicted.py              # of docs/results; trains and decodes nothing
 
 tau and K are the measured ones, so that what is judged is how long rounds take: as `compare` timed
-them before it trained, with random weights (`foretold`); else by the model of time, with the shapes
-of the recipes, on MACHINES' cpu (of tables that are older than its constants: as it was). Of rows
-with an alpha, tau is also predicted from that. Rows that miss by more than 15% are listed, all of
-them.
+them before it trained, with random weights (`foretold`), or as `evaluate` timed its passes apart
+(`compare-twin`); else by the model of time, with the shapes of the recipes, on MACHINES' cpu (of
+tables that are older than its constants: as it was). Of rows with an alpha, tau is also predicted
+from that. Rows that miss by more than 15% are listed, all of them.
 """
 
 import json
@@ -41,8 +41,10 @@ PAIRS = {
     "load": ("gsm8k", {f"K = {K}": "block" for K in (1, 2, 4)}),
 }
 FORETOLD = ("compare", "compare-gsm8k", "compare-avx2")  # which say what was foretold
-TABLES = (*PAIRS, *FORETOLD)
+APART = "compare-twin"
+TABLES = (*PAIRS, *FORETOLD, APART)
 MEASURED = dict.fromkeys(("quickstart", "load"), MACHINES["cpu"])
+TWIN = {"hidden": 1536, "intermediate": 5120, "layers": 16, "heads": 24, "kv_heads": 12}
 
 
 @dataclass
@@ -95,8 +97,8 @@ def judged(results: Path, table: str) -> Iterator[Judged]:
         )
     for row in json.loads(rows.read_text()):
         what = row["what"].split(",")[0]
-        told, K = row.get("foretold"), row.get("K")
-        if table in PAIRS and row.get("on") != "twin":  # which has another shape
+        told, K = row.get("ideal_speedup" if table == APART else "foretold"), row.get("K")
+        if table in PAIRS and row.get("on") != "twin":  # of which MACHINES' cpu knows too little
             told, K = modelled(table, row)
         if told is None:
             continue
@@ -112,28 +114,36 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     kind = kinds.get(row["what"], None if kinds else "draft")
     if kind is None:
         return None, 0
-    target, draft = (shape(f"{pair}/{name}") for name in ("target", "draft"))
+    target, draft = (shape_by(f"{pair}/{name}") for name in ("target", "draft"))
+    if row.get("on", "").startswith("twin"):
+        target = shape(**TWIN)
     exits = int(row["what"].split(",")[0].partition(":")[2] or 1) if kind == "exit" else 1
     # Policies and look-ups draft fewer levels than they may: K is their mean.
     chain = row.get("tree", "chain") == "chain" or kind in LOOKED_UP  # K: nodes of what there is
     counts = [row[key] for key in (("K", "levels") if chain else ("levels", "K")) if row.get(key)]
     K = counts[0] if counts else int(row["what"].removeprefix("K = "))
     machine, how = MEASURED.get(table, THEN), kinds_of(target, VOCAB, draft.work, exits)[kind]
+    if table in MEASURED and "amx" in row["machine"]:
+        machine = MACHINES["cpu-amx"]
     way = (K, 0 if chain else nodes_of(row) - 1, row["tau"])
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 
 
 @cache
-def shape(recipe: str) -> Draft:
+def shape_by(recipe: str) -> Draft:
     """The model that a recipe makes."""
     sizes = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
+    return shape(**{name: sizes[name] for name in TWIN})
+
+
+def shape(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Draft:
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         tie_word_embeddings=True,
     )
     return shape_of(config)

@@ -19,7 +19,8 @@ class Machine(NamedTuple):
     many tokens, assumed; overlaps: whether it reads while it computes; cache: megabytes that are
     read again at `near` GB/s; round: microseconds that every round takes beside its passes; loop:
     that those of trees, and of kinds whose rounds are made one at a time, take beside that; host:
-    what looking up takes, as a share of `predict.HOST`.
+    what looking up takes, as a share of `predict.HOST`; token: microseconds that each token of a
+    pass takes beside its products.
     """
 
     gib: float
@@ -34,6 +35,7 @@ class Machine(NamedTuple):
     round: float = 0.0
     loop: float = 0.0
     host: float = 1.0
+    token: float = 0.0
 
     def seconds(self, work: Pass, tokens: float = 1, context: float = 0) -> float:
         """A forward of so many tokens after so many, of all rows together. A bf16 weight is two
@@ -42,7 +44,8 @@ class Machine(NamedTuple):
         read = self.moving(work.weights + work.kv * context)
         done = self.computing(work.weights * tokens, self.reached)
         took = max(read, done) if self.overlaps else read + done
-        return 1e-6 * (self.call + work.layers * self.layer) + took
+        each = self.call + work.layers * self.layer + tokens * self.token
+        return 1e-6 * each + took
 
     def moving(self, size: float) -> float:
         """Seconds to read so many bytes, again and again: what the cache doesn't hold from afar."""
@@ -57,7 +60,8 @@ class Machine(NamedTuple):
 # GPUs: the makers' data sheets (SXM), and an assumed dozen kernels a layer in a CUDA graph. cpu:
 # one thread of an AMD EPYC with AVX-512, bandwidth by a twin of 516M (docs/results/peers.json; of
 # bf16's bytes, three quarters of which are read), loop by profile; all others are those of a
-# search by which docs/results/quickstart.json and load.json come out nearest.
+# search by which docs/results/quickstart.json and load.json come out nearest. cpu-amx: an Intel
+# Xeon with AMX, by a search over load.json's rows of the 15M target and of its twin.
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -67,4 +71,7 @@ MACHINES = {
     "l40s": Machine(44, 362, 864),
     "rtx4090": Machine(23.5, 165, 1008),
     "cpu": Machine(16, 0.5, 42, 1.4, 61, 0.95, True, 32, 196, round=76, loop=300, host=0.7),
+    "cpu-amx": Machine(
+        *(16, 0.42, 21.6, 0.3, 2, 0.95, False, 32, 30), round=391, loop=300, host=0.7, token=54
+    ),
 }
