@@ -190,7 +190,7 @@ STEPS = {
         for where, how, drafters, minutes in (
             (
                 "-twin",
-                "on=twin target=runs/training-free/target prompts=2 longest=400 max_new_tokens=32",
+                "on=twin target=runs/training-free/target prompts=4 longest=400 max_new_tokens=48",
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 40,
             ),
