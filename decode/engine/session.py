@@ -142,8 +142,9 @@ class Session(Hearing):
             handed, drafter = 0, part.drafter or decoder.drafter
             if plan is not None and drafter is not None:
                 if part.owed is not None:
+                    first = self.clock()
                     handed = part.owed.hand_prompts(drafter, part.rows.busy)
-                    decoder.policy.admit(0, handed, self.clock() - began)
+                    decoder.policy.admit(0, handed, self.clock() - first)
                 decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
