@@ -4,9 +4,9 @@
 
 tau and K are the measured ones, so that what is judged is how long rounds take: as `compare` timed
 them before it trained, with random weights (`foretold`), or as `evaluate` timed its passes apart
-(`compare-twin`); else by the model of time, with the shapes of the recipes, on MACHINES' cpu (of
-tables that are older than its constants: as it was). Of rows with an alpha, tau is also predicted
-from that. Rows that miss by more than 15% are listed, all of them.
+(`compare-twin`); else by the model of time, with the shapes of the recipes, on MACHINES' cpu and
+cpu-amx (of tables that are older than their constants: as it was). Of rows with an alpha, tau is
+also predicted from that. Rows that miss by more than 15% are listed, all of them.
 """
 
 import json

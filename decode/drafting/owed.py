@@ -1,18 +1,18 @@
 """What a drafter is owed by rounds in which it drafted nothing: a pass of its model a round would
 be wasted on them, so that their tokens wait and are taken in together before its next draft. So do
-prompts that came while it slept, of which most have their answers before it drafts again.
+prompts that came while nothing was drafted: most have their answers before it drafts again.
 
 Shapes: B rows, R of them just admitted, L tokens of a round, M that wait, U width of the taps'
 states.
 """
 
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafting.base import Admitted, Drafter, Kept
+from draftsmith.decode.drafting.base import Admitted, Kept
 
 NAP = 32  # rounds before a draft from which on a drafter that reads states hears of each
 TOKENS, STATES = 512, NAP  # that wait: of drafters that read tokens alone, and of those with taps
@@ -51,15 +51,6 @@ class Owed:
         fits = sum(x.nbytes for one in held for x in one if isinstance(x, Tensor)) <= PROMPTS
         self.prompts |= alone if fits else {}
         return fits
-
-    def hand_prompts(self, drafter: Drafter, busy: Container[int]) -> int:
-        """Let the drafter take in those that wait, of rows that are busy: so many."""
-        held = [admitted for row, admitted in self.prompts.items() if row in busy]
-        self.prompts.clear()
-        for admitted in held:
-            with torch.inference_mode():
-                drafter.prefill(admitted)
-        return len(held)
 
     def take(self, owes: Sequence[Kept], *, replayed: bool) -> None:
         """Rounds, each of a Kept or several of one; none where they aren't to be told: all before

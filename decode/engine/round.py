@@ -288,11 +288,14 @@ class Stepper:
     def catch_up(self, batch: DecodeBatch, top: int) -> None:
         """Let the drafter take in the prompts and the rounds without a draft that it is owed."""
         drafter, owed = batch.drafter or self.drafter, batch.owed
-        if drafter is None or owed is None:
+        if drafter is None or owed is None or not (owed.prompts or owed.rounds):
             return
-        owed.hand_prompts(drafter, batch.rows.busy)
-        if owed.rounds:
-            with torch.inference_mode():  # which costs more than to see that there is nothing
+        with torch.inference_mode():  # which costs more than to see that there is nothing
+            for row, admitted in owed.prompts.items():
+                if batch.rows.requests[row] is not None:
+                    drafter.prefill(admitted)
+            owed.prompts.clear()
+            if owed.rounds:
                 drafter.catch_up(owed.settled(batch.rows.lens_B, top))
 
     @torch.inference_mode()

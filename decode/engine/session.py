@@ -139,17 +139,14 @@ class Session(Hearing):
         # Captures and events belong to the current device.
         with torch.cuda.device(device) if on_cuda else nullcontext():
             # Late, what is read now is still being read as the round begins.
-            handed, drafter = 0, part.drafter or decoder.drafter
-            if plan is not None and drafter is not None:
-                if part.owed is not None:
-                    first = self.clock()
-                    handed = part.owed.hand_prompts(drafter, part.rows.busy)
-                    decoder.policy.admit(0, handed, self.clock() - first)
+            waited = plan is not None and part.owed is not None and bool(part.owed.prompts)
+            steady = not (waited and decoder.late)
+            if plan is not None:
                 decoder.stepper.catch_up(part, top)
             if plan is not None and decoder.stepper.between(part, plan, top):
                 self._parts = {}
                 part = self._part()
-            started, steady = self.clock(), not (handed and decoder.late)
+            started = self.clock()
             if decoder.graphs is not None:
                 told = decoder.graphs.step(self.batch, plan, top)
                 steady &= decoder.graphs.steady
@@ -202,15 +199,14 @@ class Session(Hearing):
         both = (None, taps) if isinstance(taps, tuple) else (taps, None)
         admitted = Admitted(rows_R, tokens_RN, lens_R, pending_R, *both)
         if (drafter := decoder.drafter) is not None:
-            width = self._width([*rows.busy, *free])
-            rests = decoder.policy.asleep or not decoder.policy.will_draft(width)
-            asleep = rests and not drafter.remembers
+            busy = [*rows.busy, *free]
+            rests = not decoder.policy.will_draft(Load(self._width(busy), len(busy)))
+            asleep = (rests or decoder.policy.asleep) and not drafter.remembers
             owed, began = batch.owed, self.clock()
             waits = owed is not None and owed.admit(admitted, rows.busy, asleep=asleep)
             if not waits:
                 drafter.prefill(admitted := admitted.padded())
-            taken = 0 if waits else len(requests)
-            decoder.policy.admit(len(requests), taken, self.clock() - began)
+            decoder.policy.admit(len(requests), None if waits else self.clock() - began)
         if batch.harvest is not None:
             batch.harvest.admit(admitted.padded())
         top, listed_RW = most_listed(requests), None

@@ -35,8 +35,8 @@ class Table(Policy):
         self.stays = MANY  # rows that end may change it, and they end a call
         return self.plans[-1].cut(levels) if levels else None
 
-    def will_draft(self, rows: int) -> bool:
-        return self._levels(rows) > 0
+    def will_draft(self, load: Load) -> bool:
+        return self._levels(load.running) > 0
 
     def _levels(self, running: int) -> int:
         return next(K for last, K in self.ranges if running <= last)
@@ -66,7 +66,7 @@ class Pace:
     tried; near: whether there is one to try; woken: that the drafter was, for it; beside: a plain
     round's seconds when each was timed last; token: seconds that a row's token took by the best at
     the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
-    row's tokens and seconds in the trial that goes on; stayed, stays: rounds since there are so
+    row's tokens and seconds in the trial that goes on; stayed, usual: rounds since there are so
     many rows, and the mean of before; waking, wakes: seconds beyond their own of the drafts since
     the last round without, and the mean of before.
     """
@@ -87,14 +87,14 @@ class Pace:
     gave: float = 0.0
     took: float = 0.0
     stayed: int = 0
-    stays: float = 0.0
+    usual: float = 0.0
     waking: float = 0.0
     wakes: float = 0.0
 
     def left(self) -> None:
         """There are more rows now, or fewer."""
         self.woke()
-        self.stays, self.stayed = faded(self.stays, self.stayed), 0
+        self.usual, self.stayed = faded(self.usual, self.stayed), 0
 
     def woke(self) -> None:
         """What drafts needed beside their own seconds is known."""
@@ -158,7 +158,7 @@ class Auto(Policy):
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = NAP  # rounds since the drafter slept, or more
-        self.drafts = 0  # of rows
+        self.drafts, self.drafted = 0, 0  # of rows, and rounds
         self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
         self.prompt = math.inf  # seconds that one takes the drafter
         self.rows = 1  # of the last round
@@ -200,15 +200,15 @@ class Auto(Policy):
             self.stays = max(self.stays, NAP)  # a call isn't cut for a choice
         return pace.choice
 
-    def will_draft(self, rows: int) -> bool:
-        return self.paces[rows].choice is not None
+    def will_draft(self, load: Load) -> bool:
+        return self.paces[load.rows].choice is not None
 
     def observe(self, outcome: Outcome) -> None:
         asked = made = outcome.plan
         if asked is not None:
             counts = self.counts[asked.by]
             counts.news.append(outcome)
-            self.drafts += len(outcome.paths)
+            self.drafts, self.drafted = self.drafts + len(outcome.paths), self.drafted + 1
             made = counts.cuts[asked][outcome.levels]
         self.heard = 0 if self.asleep else self.heard + 1
         self.new += len(outcome.paths) + sum(map(len, outcome.paths))
@@ -229,7 +229,7 @@ class Auto(Policy):
         tries = asked != pace.best or pace.woken
         if pace.seconds[None] and (made is not None or tries or pace.debt):
             whole, plain, lost = outcome.whole or outcome.seconds, pace.latest(None), 0.0
-            if self.drafts <= self.TRY * len(outcome.paths):
+            if self.drafted <= self.TRY:
                 whole = outcome.seconds  # what a drafter sets up at its first draft it keeps
             if made is not None:
                 pace.beside[made] = plain
@@ -243,7 +243,7 @@ class Auto(Policy):
             owed = pace.debt + lost - self.PAID * whole
             pace.debt = min(max(owed, 0.0), self.MOST * plain)
 
-    def admit(self, rows: int, prompts: int, seconds: float) -> None:
+    def admit(self, rows: int, seconds: float | None) -> None:
         if self.new:  # of as many answers that have ended, in the long run
             fades = FADES**rows
             self.answers, self.emitted = (
@@ -251,8 +251,8 @@ class Auto(Policy):
                 fades * self.emitted + self.new,
             )
             self.new = 0
-        if prompts:  # the machine's doing may make it longer
-            self.prompt = min(seconds / prompts, faded(self.prompt, seconds / prompts))
+        if seconds is not None:  # the machine's doing may make it longer
+            self.prompt = min(seconds / rows, faded(self.prompt, seconds / rows))
 
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
@@ -263,7 +263,7 @@ class Auto(Policy):
         for counts in self.counts.values():
             promised, took = counts.weighed(whole)
             tokens, seconds = tokens | promised, seconds | took
-        waking = pace.wakes / max(pace.stays, pace.stayed, 1)
+        waking = pace.wakes / max(pace.usual, pace.stayed, 1)
         for plan in self.plans:  # as the slowest row has it, its share of the prompt with it
             tokens[plan] = 1 + (1 - load.lag) * (tokens[plan] - 1)
             seconds[plan] += load.rows * tokens[plan] * prompt + waking

@@ -124,15 +124,15 @@ class Policy:
         self.stays = MANY
         return self.plans[-1]
 
-    def will_draft(self, rows: int) -> bool:
-        """Whether the next round of so many rows will draft, as far as is known."""
+    def will_draft(self, load: Load) -> bool:
+        """Whether the next round will draft with so much to do, as far as is known."""
         return True
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from a round, where there is something to learn."""
 
-    def admit(self, rows: int, prompts: int, seconds: float) -> None:
-        """Hear of new rows, and of prompts, theirs or that waited, that the drafter took in."""
+    def admit(self, rows: int, seconds: float | None) -> None:
+        """Hear of new rows, whose prompts took the drafter so long; None where they wait."""
 
 
 class Confidence(Policy):

@@ -332,7 +332,7 @@ def test_what_prompts_take_a_drafter_is_shared_out_over_answers(
     for _ in range(count):
         if left <= 0:
             left = 48
-            policy.admit(1, not policy.asleep, prompt)
+            policy.admit(1, None if policy.asleep else prompt)
         plan = policy.next_plan(Load(1, 1))
         [path] = rounds(plan, [0.8], 1, noise)
         own = (1.0 if plan is None else 1.64) * (1 + 0.02 * noise.exponential())
@@ -386,3 +386,13 @@ def test_what_the_first_draft_sets_up_does_not_put_off_the_next() -> None:
             levels = 0 if plan is None else plan.levels
             policy.observe(Outcome(plan, levels, [path], None, Load(1, 1), own, None, whole))
         assert drafted > 500
+
+
+def test_a_table_says_of_rows_that_decode_whether_they_will_draft() -> None:
+    policy = make_policy("table:1-8=4,9-=0", chain_plan(4))
+    assert policy.will_draft(Load(32, 2)) and not policy.will_draft(Load(32, 9))
+    auto = Auto(chain_plan(4))
+    assert not auto.will_draft(Load(8, 5))
+    auto.paces[8].choice = chain_plan(2)
+    assert auto.will_draft(Load(8, 5)) and not auto.will_draft(Load(6, 5))
+    assert Policy(chain_plan(4)).will_draft(Load(32, 32))
