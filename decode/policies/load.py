@@ -122,14 +122,14 @@ class Auto(Policy):
     batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
-    most `START` tokens in all, and until rows have drafted `LEARN` times what seems `FAR` as good
-    as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do. Of
-    trees nearly as good as the best one is tried after `EVERY` periods, then half as often each
-    time that this changes nothing; for longer while it gives more than the best one promises.
-    Where none is that good, and long before a trial, the drafter sleeps; before one it hears of
-    `NAP` rounds. What trials lose, with all around them, is to be `PAID` of all seconds: a trial
-    waits until that is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in
-    each prompt: that is shared out over an answer's tokens, as many as recent answers had.
+    most `START` tokens in all, and until rows have drafted `LEARN` times in a way what seems `FAR`
+    as good as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do.
+    Of trees nearly as good as the best one is tried after `EVERY` periods, then half as often each
+    time that this changes nothing; for longer while it gives more than the best one promises. Where
+    none is that good, and long before a trial, the drafter sleeps; before one it hears of `NAP`
+    rounds. What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits
+    until that is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in each
+    prompt: that is shared out over an answer's tokens, as many as recent answers had.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -158,7 +158,7 @@ class Auto(Policy):
         self.shares = self.SHARES
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = NAP  # rounds since the drafter slept, or more
-        self.drafts, self.drafted = 0, 0  # of rows, and rounds
+        self.tried, self.drafted = Counter[int](), 0  # rows that drafted, by way, and rounds
         self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
         self.prompt = math.inf  # seconds that one takes the drafter
         self.rows = 1  # of the last round
@@ -208,7 +208,8 @@ class Auto(Policy):
         if asked is not None:
             counts = self.counts[asked.by]
             counts.news.append(outcome)
-            self.drafts, self.drafted = self.drafts + len(outcome.paths), self.drafted + 1
+            self.tried[asked.by] += len(outcome.paths)
+            self.drafted += 1
             made = counts.cuts[asked][outcome.levels]
         self.heard = 0 if self.asleep else self.heard + 1
         self.new += len(outcome.paths) + sum(map(len, outcome.paths))
@@ -283,8 +284,9 @@ class Auto(Policy):
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
-        if best is None and self.drafts < self.LEARN and self.heard >= NAP:
-            second = max(self.plans, key=lambda plan: rates[plan])
+        new = [plan for plan in self.plans if self.tried[plan.by] < self.LEARN]
+        if best is None and new and self.heard >= NAP:
+            second = max(new, key=lambda plan: rates[plan])
             if rates[second] >= self.FAR * rates[None]:
                 return second, self.TRY
         if pace.due > 0:

@@ -373,21 +373,6 @@ def test_what_waking_takes_is_weighed_against_how_long_so_many_rows_stay(
         assert drafted > 0.9 * long * (visits // 2 - 1) if drafts else drafted < 0.1 * long * visits
 
 
-def test_what_the_first_draft_sets_up_does_not_put_off_the_next() -> None:
-    """A hundred plain rounds, before eight drafts of which nothing is kept; all others pay."""
-    for seed in range(8):
-        noise, policy, drafted = np.random.default_rng(seed), Auto(chain_plan(4)), 0
-        for _ in range(1000):
-            plan = policy.next_plan(Load(1, 1))
-            [path] = rounds(plan, [0.6] * 4, 1, noise) if plan is None or drafted >= 8 else [()]
-            own = 1.0 if plan is None else 1.1 + 0.15 * plan.levels + 0.02 * noise.exponential()
-            whole = own + 100 * (plan is not None and drafted < 2)
-            drafted += plan is not None
-            levels = 0 if plan is None else plan.levels
-            policy.observe(Outcome(plan, levels, [path], None, Load(1, 1), own, None, whole))
-        assert drafted > 500
-
-
 def test_a_table_says_of_rows_that_decode_whether_they_will_draft() -> None:
     policy = make_policy("table:1-8=4,9-=0", chain_plan(4))
     assert policy.will_draft(Load(32, 2)) and not policy.will_draft(Load(32, 9))
