@@ -126,9 +126,9 @@ def test_the_committed_tables_are_foretold(capsys: pytest.CaptureFixture[str]) -
     found = [one for table in tables for one in predicted.judged(Path("docs/results"), table)]
     close = [abs(one.error) <= predicted.MISS for one in found]
     assert len(found) == 38 and sum(close) == 35
-    for table in ("compare-gsm8k", "compare-avx2"):
+    for table, within in (("compare-gsm8k", 83), ("compare-avx2", 72)):
         timed = [*predicted.judged(Path("docs/results"), table)]
-        assert len(timed) == 84 and sum(abs(one.error) <= predicted.MISS for one in timed) == 72
+        assert len(timed) == 84 and sum(abs(one.error) <= predicted.MISS for one in timed) == within
     assert {one.row["what"] for one in found} > {"before", "after", "ngram", "exit:2", "chain"}
     predicted.main([])
     told = capsys.readouterr().out
