@@ -273,7 +273,7 @@ STEPS = {
     },
     "compare-twin": Step(
         "bench/evidence/evaluated.py name=compare-twin 'title=Every kind, on a costly twin' "
-        "K=3 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 temperatures=0 "
+        "K=3 trees=chain prompts=8 max_new_tokens=32 identity=false threads=1 temperatures=0,1 "
         f"'targets={','.join(f'{name}={twin}/target' for name, twin in TWINS.items())}' "
         f"'drafters={ON_TWINS}' out={{out}}",
         "~30",
