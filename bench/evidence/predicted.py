@@ -43,7 +43,7 @@ PAIRS = {
 FORETOLD = ("compare", "compare-gsm8k", "compare-avx2")  # which say what was foretold
 APART = "compare-twin"
 TABLES = (*PAIRS, *FORETOLD, APART)
-MEASURED = dict.fromkeys(("quickstart", "load"), MACHINES["cpu"])
+MEASURED = ("quickstart", "load")  # by what MACHINES have constants of
 TWIN = {"hidden": 1536, "intermediate": 5120, "layers": 16, "heads": 24, "kv_heads": 12}
 
 
@@ -116,15 +116,15 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
         return None, 0
     target, draft = (shape_by(f"{pair}/{name}") for name in ("target", "draft"))
     if row.get("on", "").startswith("twin"):
-        target = shape(**TWIN)
+        target = shape(TWIN)
     exits = int(row["what"].split(",")[0].partition(":")[2] or 1) if kind == "exit" else 1
     # Policies and look-ups draft fewer levels than they may: K is their mean.
     chain = row.get("tree", "chain") == "chain" or kind in LOOKED_UP  # K: nodes of what there is
     counts = [row[key] for key in (("K", "levels") if chain else ("levels", "K")) if row.get(key)]
     K = counts[0] if counts else int(row["what"].removeprefix("K = "))
-    machine, how = MEASURED.get(table, THEN), kinds_of(target, VOCAB, draft.work, exits)[kind]
-    if table in MEASURED and "amx" in row["machine"]:
-        machine = MACHINES["cpu-amx"]
+    machine, how = THEN, kinds_of(target, VOCAB, draft.work, exits)[kind]
+    if table in MEASURED:
+        machine = MACHINES["cpu-amx" if "amx" in row["machine"] else "cpu"]
     way = (K, 0 if chain else nodes_of(row) - 1, row["tau"])
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 
@@ -132,18 +132,18 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
 @cache
 def shape_by(recipe: str) -> Draft:
     """The model that a recipe makes."""
-    sizes = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"]
-    return shape(**{name: sizes[name] for name in TWIN})
+    return shape(yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["model"])
 
 
-def shape(*, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Draft:
+def shape(sizes: dict[str, Any]) -> Draft:
+    """Of a Llama of these, called as in recipes."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
         tie_word_embeddings=True,
     )
     return shape_of(config)

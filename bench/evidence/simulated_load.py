@@ -35,6 +35,7 @@ from draftsmith.bench.rows import about_run, markdown
 from draftsmith.command import parse, run_command
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import open_request
+from draftsmith.decode.engine.session import sizes
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.predict.load_arms import arm
 from draftsmith.decode.predict.load_grid import Grid, measured_grid
@@ -43,7 +44,7 @@ from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.train.run.recipe import gsm8k
 
-ROWS = [1, 2, 3, 4, 6, 8, 12, 16]
+ROWS = sizes(16)
 POLICIES = {"plain": "table:1-=0", "fixed:2": "table:1-=2", "fixed:5": "table:1-=5", "auto": "auto"}
 READY = 120.0
 

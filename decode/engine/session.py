@@ -258,6 +258,11 @@ def computed(rows: int) -> int:
     return 3 * power // 4 if rows <= 3 * power // 4 else power
 
 
+def sizes(most: int) -> list[int]:
+    """All numbers of rows that are computed for up to so many."""
+    return sorted({computed(rows) for rows in range(1, most + 1)})
+
+
 def most_listed(requests: Iterable[Request | None]) -> int | None:
     """The most likeliest tokens that any of them wants listed; None where none wants anything."""
     return max((r.top for r in requests if r is not None and r.top is not None), default=None)

@@ -31,15 +31,12 @@ class Table(Policy):
         self.ranges = read_table(text, plan.levels)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        levels = self._levels(load.running)
+        levels = next(K for last, K in self.ranges if load.running <= last)
         self.stays = MANY  # rows that end may change it, and they end a call
         return self.plans[-1].cut(levels) if levels else None
 
     def will_draft(self, load: Load) -> bool:
-        return self._levels(load.running) > 0
-
-    def _levels(self, running: int) -> int:
-        return next(K for last, K in self.ranges if running <= last)
+        return self.next_plan(load) is not None
 
 
 def read_table(text: str, most: int) -> Ranges:
@@ -247,10 +244,8 @@ class Auto(Policy):
     def admit(self, rows: int, seconds: float | None) -> None:
         if self.new:  # of as many answers that have ended, in the long run
             fades = FADES**rows
-            self.answers, self.emitted = (
-                fades * self.answers + rows,
-                fades * self.emitted + self.new,
-            )
+            self.answers = fades * self.answers + rows
+            self.emitted = fades * self.emitted + self.new
             self.new = 0
         if seconds is not None:  # the machine's doing may make it longer
             self.prompt = min(seconds / rows, faded(self.prompt, seconds / rows))
@@ -284,10 +279,10 @@ class Auto(Policy):
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
-        new = [plan for plan in self.plans if self.tried[plan.by] < self.LEARN]
-        if best is None and new and self.heard >= NAP:
-            second = max(new, key=lambda plan: rates[plan])
-            if rates[second] >= self.FAR * rates[None]:
+        if best is None and self.heard >= NAP:
+            new = [plan for plan in self.plans if self.tried[plan.by] < self.LEARN]
+            second = max(new, key=lambda plan: rates[plan], default=None)
+            if second is not None and rates[second] >= self.FAR * rates[None]:
                 return second, self.TRY
         if pace.due > 0:
             # To choose, and a call more, takes what a small model's round does.

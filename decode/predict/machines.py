@@ -44,8 +44,7 @@ class Machine(NamedTuple):
         read = self.moving(work.weights + work.kv * context)
         done = self.computing(work.weights * tokens, self.reached)
         took = max(read, done) if self.overlaps else read + done
-        each = self.call + work.layers * self.layer + tokens * self.token
-        return 1e-6 * each + took
+        return 1e-6 * (self.call + work.layers * self.layer + tokens * self.token) + took
 
     def moving(self, size: float) -> float:
         """Seconds to read so many bytes, again and again: what the cache doesn't hold from afar."""

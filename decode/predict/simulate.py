@@ -23,7 +23,7 @@ import numpy as np
 
 from draftsmith.command import check_least, numbers, parse
 from draftsmith.decode.engine.decoder import Decoder
-from draftsmith.decode.engine.session import computed
+from draftsmith.decode.engine.session import sizes
 from draftsmith.decode.predict.load_arms import arm, named
 from draftsmith.decode.predict.load_grid import Grid, measured_grid
 from draftsmith.decode.predict.load_simulator import (
@@ -152,7 +152,7 @@ def write_grid(settings: Simulation, K: int) -> None:
     decoder = Decoder.from_pretrained(settings.target, settings.drafter, **how)
     cut: dict[str, Any] = {"prompt_tokens": settings.prompt_tokens, "limit": 64}
     prompts = load_prompts(settings.prompts, decoder.tokenizer, **cut)
-    rows = sorted({computed(n) for n in range(1, settings.batch_size + 1)})
+    rows = sizes(settings.batch_size)
     grid = measured_grid(decoder, [prompt.tokens for prompt in prompts], rows)
     about = {"machine": machine(decoder.runner.device.type), "command": command_line()}
     Path(settings.costs).parent.mkdir(parents=True, exist_ok=True)
