@@ -31,23 +31,23 @@ class Table(Policy):
         self.ranges = read_table(text, plan.levels)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
-        levels = next(K for last, K in self.ranges if load.running <= last)
         self.stays = MANY  # rows that end may change it, and they end a call
-        return self.plans[-1].cut(levels) if levels else None
+        return self.plans[-1].cut(self._levels(load)) if self.will_draft(load) else None
 
     def will_draft(self, load: Load) -> bool:
-        return self.next_plan(load) is not None
+        return self._levels(load) > 0
+
+    def _levels(self, load: Load) -> int:
+        return next(K for last, K in self.ranges if load.running <= last)
 
 
 def read_table(text: str, most: int) -> Ranges:
     """The ranges in a table's text; ValueError where they don't follow each other from 1 on."""
     found = [re.fullmatch(r"(\d+)-(\d*)=(\d+)", part) for part in text.split(",")]
     ranges = [(int(m[1]), int(m[2] or MANY), int(m[3])) for m in found if m]
-    follow, last = len(ranges) == len(found), 0
-    for first, end, levels in ranges:
-        follow = follow and first == last + 1 <= end and levels <= most
-        last = end
-    if not follow or last != MANY:
+    starts = [1, *(end + 1 for _, end, _ in ranges)]
+    follow = [a == b <= end and n <= most for a, (b, end, n) in zip(starts, ranges, strict=False)]
+    if not all(follow) or len(ranges) < len(found) or starts[-1] <= MANY:
         raise ValueError(
             f"policy table: got {text!r}, expected ranges of rows from 1 on without a gap, the "
             f"last one open, and the draft calls of each, at most {most}: table:1-8={most},9-=0"

@@ -326,9 +326,10 @@ def test_a_round_never_reads_the_device_and_plans_are_recorded_apart(
 ) -> None:
     decoder = Decoder(target, tiny_tokenizer, own, batch_size=4, K=3, policy="exits:0")
     assert not decoder.policy.asked
-    batch = started(decoder, WAYS[1]).batch
+    batch, plan = started(decoder, WAYS[1]).batch, replace(chain_plan(3), by=2)
+    decoder.stepper.step(batch, plan, 64, None)  # a chain's topology is kept: not a fake one
     with FakeTensorMode(allow_non_fake_inputs=True):
-        decoder.stepper.step(batch, replace(chain_plan(3), by=2), 64, None)
+        decoder.stepper.step(batch, plan, 64, None)
     decoder = Decoder(target, tiny_tokenizer, own, batch_size=2, K=3, policy="exits:0")
     turns = itertools.cycle([replace(chain_plan(3), by=e) for e in (1, 2)])
     decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
