@@ -226,39 +226,63 @@ extern "C" void told_one_pass(const OnePass *h, Round *r) {
     keep_last(*r, context.data(), h->head.state, b.hidden);
 }
 
-// Two drafters as one in such rounds: the other one drafts for rows whose chain isn't of the first, at
-// most `levels` deep, and both hear of all. verified: [B], of a round.
+// Two drafters as one in such rounds: of a row whose chain isn't the first's the tree is the other one's, at
+// most `levels` deep, and from where they part the first's, as far as there are nodes; both hear of all. Of a
+// round: verified, drafted [B], nodes of a row's, and of the other one's chain, tree: parents, depths
+// [2, B, N], sees: [B, N, N].
 struct Drafter {
     Drafting draft, hear;
     void *own;
 };
 struct Either {
     Drafter first, other;
-    int64_t levels, *verified;
+    int64_t levels, *verified, *drafted, *tree;
+    uint8_t *sees;
     Asked asked;
 };
 extern "C" void draft_either(const Either *e, Round *r) {
-    int64_t B = r->rows, most = r->nodes, shallow = 1 + e->levels, copied = 0, led = 0;
+    int64_t B = r->rows, most = r->nodes, shallow = 1 + e->levels, led = 0;
     const Asked &asked = e->asked;
     memset(asked.certain, 0, B);
     std::fill_n(asked.guess, B, -1);
     r->asked = &asked, r->verified = nullptr;
     e->first.draft(e->first.own, r);
-    for (int64_t b = 0; b < B; b++) copied += asked.certain[b], led += r->active[b] && !asked.certain[b];
-    if (copied && !led) return;
+    for (int64_t b = 0; b < B; b++) led += r->active[b] && !asked.certain[b];
+    if (!led) return;
     int64_t one = r->nodes;
-    std::vector<int64_t> known(r->tokens, r->tokens + B * one);
+    std::vector<int64_t> known(r->tokens, r->tokens + B * one), parted(B);
     r->nodes = most < shallow ? most : shallow;
     e->other.draft(e->other.own, r);
-    if (!copied) return;
-    int64_t two = r->nodes;
+    int64_t two = r->nodes, all = 0;
+    std::fill_n(e->drafted, B, two);
+    if (one == 1) return;
     std::vector<int64_t> drafted(r->tokens, r->tokens + B * two);
-    r->nodes = one > two ? one : two, r->verified = e->verified;
+    bool trees = false;
     for (int64_t b = 0; b < B; b++) {
-        int64_t n = e->verified[b] = asked.certain[b] ? one : two;
-        const int64_t *chain = asked.certain[b] ? &known[b * one] : &drafted[b * two];
-        for (int64_t i = 0; i < r->nodes; i++) r->tokens[b * r->nodes + i] = chain[i < n ? i : 0];
+        int64_t at = 1, count = r->active[b] ? one : 1;
+        while (at < one && at < two && known[b * one + at] == drafted[b * two + at]) at++;
+        if (r->active[b] && !asked.certain[b])
+            count = std::min(most, two + one - at), trees |= count > two;
+        parted[b] = at - 1, e->verified[b] = count, all = std::max(all, count);
     }
+    int64_t *parent = e->tree, *depth = e->tree + B * all;
+    std::fill_n(e->sees, B * all * all, 0);
+    for (int64_t b = 0; b < B; b++, parent += all, depth += all) {
+        int64_t n = std::min(asked.certain[b] ? one : two, e->verified[b]), *tokens = r->tokens + b * all;
+        const int64_t *chain = asked.certain[b] ? &known[b * one] : &drafted[b * two];
+        for (int64_t i = 0; i < all; i++) {
+            bool beside = i >= n && i < e->verified[b];
+            depth[i] = i < n ? i : beside ? parted[b] + 1 + i - n : 1;
+            parent[i] = i < n || (beside && i > n) ? i - 1 : beside ? parted[b] : 0;
+            tokens[i] = i < n ? chain[i] : beside ? known[b * one + depth[i]] : chain[0];
+            uint8_t *sees = e->sees + (b * all + i) * all;
+            if (i) memcpy(sees, e->sees + (b * all + parent[i]) * all, all);
+            sees[i] = 1;
+        }
+    }
+    r->nodes = all, r->verified = e->verified;
+    if (trees)
+        r->tree_row = all, r->parent = e->tree, r->depth = e->tree + B * all, r->sees = e->sees;
 }
 extern "C" void told_either(const Either *e, Round *r) {
     std::vector<int64_t> first(r->rows, -1), drafted(r->rows, -1);
@@ -267,6 +291,11 @@ extern "C" void told_either(const Either *e, Round *r) {
         if (r->nodes > 1) drafted[b] = r->tokens[b * r->nodes + 1];
     }
     e->asked.tell(r->rows, first.data(), drafted.data());
+    // What the other one hasn't drafted it is to take in.
+    for (int64_t b = 0; b < r->rows; b++)
+        for (int64_t l = 1; l < r->emitted(b); l++)
+            if (l >= e->drafted[b] || r->tokens[b * r->nodes + l] != r->told(b)[l - 1])
+                e->asked.certain[b] = 1;
     for (const Drafter *one : {&e->first, &e->other})
         if (one->hear) one->hear(one->own, r);
 }

@@ -60,9 +60,10 @@ class _OnePass(ctypes.Structure):
 
 class _Either(ctypes.Structure):
     _fields_ = [(f"{n}_{of}", _P) for of in (1, 2) for n in ("draft", "hear", "own")]
-    _fields_ += [("levels", _N), ("verified", _P)]
-    _fields_ += [(n, _P) for n in ("hits", "seen", "place", "guess", "certain")]
-    _fields_ += [("places", _N), *((n, ctypes.c_float) for n in ("sure", "most", "rests"))]
+    _fields_ += [("levels", _N), *((n, _P) for n in ("verified", "drafted", "tree", "sees"))]
+    _fields_ += [(n, _P) for n in ("hits", "seen", "place", "guess", "certain", "own")]
+    _fields_ += [("places", _N)]
+    _fields_ += [(n, ctypes.c_float) for n in ("sure", "most", "rests", "usual", "fades")]
 
 
 class Draws(NamedTuple):
@@ -168,23 +169,27 @@ def heads_rounds(
 def either_rounds(
     first: InRounds,
     other: InRounds,
-    levels: int,
-    rows: int,
-    kept_2X: Tensor,
-    how: tuple[int, float, float, float],
+    size: tuple[int, int],
+    kept: tuple[Tensor, Tensor],
+    how: tuple[float, ...],
 ) -> InRounds:
-    """Where the first isn't to draft the other does, at most so many levels. kept_2X: how often the
-    first tokens of both were emitted, and seen, which a call keeps up; how: `places` to `rests` of
-    `Asked` in round.h.
+    """Where the first isn't to draft alone the other does, and the first beside it. size: levels of
+    the other one at most, and nodes of both; kept: how often the first tokens of both were emitted,
+    and seen [2, X], and of each row the other one's, and expected [B, 2], which a call keeps up;
+    how: `places` to `fades` of `Asked` in round.h.
     """
     parts, made = list[Any](), library()
     for draft, hear, own in (first.call, other.call):
         parts += [draft, hear, ctypes.cast(own, _P)]
-    verified_B, place_B, guess_B = torch.empty(3, rows, dtype=torch.int64)
-    of_rows = place_B, guess_B, torch.empty(rows, dtype=torch.uint8)
-    asked = *map(pointer, (*kept_2X, *of_rows)), *how
-    either = _Either(*parts, levels, pointer(verified_B), *asked)
-    held = first, other, verified_B, kept_2X, of_rows
+    (levels, nodes), (kept_2X, own_B2) = size, kept
+    rows, wide = len(own_B2), torch.int64
+    verified_B, drafted_B, place_B, guess_B = torch.empty(4, rows, dtype=wide)
+    tree_2BN = torch.empty(2, rows, nodes, dtype=wide)
+    sees_BNN, sure_B = (torch.empty(rows, n, dtype=torch.uint8) for n in (nodes**2, 1))
+    of_rows = verified_B, drafted_B, tree_2BN, sees_BNN
+    asked = *kept_2X, place_B, guess_B, sure_B, own_B2
+    either = _Either(*parts, levels, *map(pointer, (*of_rows, *asked)), *how)
+    held = first, other, of_rows, asked
     return called(either, held, made.draft_either, made.told_either)
 
 

@@ -74,10 +74,10 @@ class Hearing:
         if flight.plan is None and (plain := plain_rounds(host, rows)) is not None:
             return self._hear_plain(flight, plain, took)
         news: dict[int, News] = {}
-        for numbers, levels, of_it in zip(host.tolist(), told.several, took, strict=True):
-            width = 2 * levels + 6
+        for numbers, size, of_it in zip(host.tolist(), told.several, took, strict=True):
+            width = 2 * size[0] + 6
             table = [numbers[row * width : row * width + width] for row in range(rows)]
-            for request, tokens, ended in self._hear(flight, (levels, levels), table, of_it):
+            for request, tokens, ended in self._hear(flight, size, table, of_it):
                 known = news[id(request)][1] if id(request) in news else []
                 news[id(request)] = request, known + tokens, ended
         return list(news.values())

@@ -217,8 +217,8 @@ class Stepper:
             drafter.owe([kept_of(*one) for one in rounds])
         noise /= len(took) if nodes > 1 else span  # what no round came to belongs to none
         took = [seconds + noise for seconds in took]
-        levels = [n - 1 for n in sizes]
-        return Told(tables_MX, nodes - 1, nodes - 1, owes=owes, several=levels, took=took)
+        drafted = [(length - 1, n - 1) for length, n in sizes]
+        return Told(tables_MX, nodes - 1, nodes - 1, owes=owes, several=drafted, took=took)
 
     def _verify(
         self, batch: DecodeBatch, tree: TokenTree, top: int, *, taps: bool

@@ -85,7 +85,28 @@ extern "C" void settle(const Round *round) {
 }
 
 // Of `nodes` tokens of every row, from what a model's own library holds of it (native.cpp).
-typedef void (*Logits)(const void *body, void *pass, const void *how, int64_t nodes, float *logits);
+typedef void (*Logits)(const void *body, void *pass, const void *how, int64_t nodes, const uint8_t *sees,
+                       float *logits);
+// Keys and values of a model from some slots to others.
+typedef void (*Moved)(const void *body, const void *pass, const int64_t *from, const int64_t *to,
+                      int64_t count);
+
+// What a tree's kept paths are made of goes where a chain's would be: keys and values, by `move`, and of
+// slots [B, N], and the taps' states; they are told as chains.
+template <class Move> static void straighten(Round &r, const int64_t *slots, int64_t width, Move move) {
+    std::vector<int64_t> from, to;
+    uint16_t *side = (uint16_t *)r.side;
+    for (int64_t b = 0; b < r.rows; b++) {
+        int64_t *path = r.table + b * (2 * r.length + 4) + r.length;
+        for (int64_t l = 0; l < r.length; l++) {
+            int64_t own = b * r.nodes, node = path[l];
+            if (node > l) from.push_back(slots[own + node]), to.push_back(slots[own + l]);
+            if (width) memmove(side + (b * r.length + l) * width, side + (own + node) * width, 2 * width);
+            path[l] = l;
+        }
+    }
+    move(from.data(), to.data(), int64_t(from.size()));
+}
 
 // Seconds that this thread has run.
 static double of_thread() {
@@ -95,29 +116,37 @@ static double of_thread() {
 }
 
 // At most so many rounds, until a row ends or the noise, of so many positions, does; how many. at:
-// [2, B, N], the positions and slots of a pass, which are filled in here, round by round; nodes: how
-// many each round had, whose news begin 2 N + 4 a row apart all the same; took: this thread's seconds
-// for each. drafted, told: null where nothing is drafted.
+// [2, B, N], the positions and slots of a pass, which are filled in here, round by round; sizes: of each
+// round how many tokens it could emit, and nodes, whose news begin 2 N + 4 a row apart all the same; took:
+// this thread's seconds for each. drafted, told: null where nothing is drafted.
 extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int64_t context,
-                           int64_t slots, int64_t *at, int64_t *nodes, double *took, Logits logits,
-                           const void *body, void *pass, const void *how, Drafting drafted, Drafting told,
-                           void *drafter) {
+                           int64_t slots, int64_t *at, int64_t *sizes, double *took, Logits logits,
+                           Moved moved, const void *body, void *pass, const void *how, Drafting drafted,
+                           Drafting told, void *drafter) {
     Round r = *first;
     double before_it = of_thread();
     int64_t B = r.rows, N = r.nodes;
     std::vector<uint8_t> before(B);
     for (int64_t made = 1;; made++) {
         memcpy(before.data(), r.active, B);
-        r.nodes = N;
+        r.nodes = N, r.parent = first->parent, r.depth = first->depth, r.tree_row = 0, r.sees = nullptr;
         if (drafted) drafted(drafter, &r);
-        *nodes++ = r.length = r.nodes;
+        r.length = 0;
         for (int64_t i = 0; i < B * r.nodes; i++) {
-            int64_t place = r.lens[i / r.nodes] + i % r.nodes;
+            int64_t b = i / r.nodes, n = i % r.nodes, deep = r.depth[b * r.tree_row + n];
+            int64_t place = r.lens[b] + deep;
             at[i] = place < context ? place : context - 1;
-            at[B * N + i] = i / r.nodes * slots + place;
+            at[B * N + i] = b * slots + r.lens[b] + n;
+            r.length = deep < r.length ? r.length : deep + 1;
         }
-        logits(body, pass, how, r.nodes, (float *)r.logits);
+        *sizes++ = r.length, *sizes++ = r.nodes;
+        logits(body, pass, how, r.nodes, r.sees, (float *)r.logits);
         settle(&r);
+        if (r.sees)
+            straighten(r, at + B * N, r.beside / (B * N), [&](const int64_t *from, const int64_t *to,
+                                                             int64_t count) {
+                moved(body, pass, from, to, count);
+            });
         if (told) told(drafter, &r);
         double now = of_thread();
         *took++ = now - before_it, before_it = now;

@@ -148,8 +148,8 @@ class Told(NamedTuple):
     the batch asks for them, the bits of `told_log_probs` of the tokens, and those of what the
     drafter says. levels, nodes: of the tree that was verified (nodes without the root); said: the
     drafter's columns; owes: what it is still to take in; tree: the tree, where rows verify a part
-    of it; several: the levels of each of rounds made at once, whose tables stand in the rows of
-    `table`; took: a thread's seconds for each of them.
+    of it; several: levels and nodes of each of rounds made at once, whose tables stand in the
+    rows of `table`; took: a thread's seconds for each of them.
     """
 
     table: Tensor
@@ -158,7 +158,7 @@ class Told(NamedTuple):
     said: int = 0
     owes: Sequence[Kept] = ()
     tree: TokenTree | None = None
-    several: Sequence[int] = ()
+    several: Sequence[tuple[int, int]] = ()
     took: Sequence[float] = ()
 
     def listed_BLW(self, table: Tensor) -> Tensor | None:
@@ -181,7 +181,7 @@ _NUMBERS = (
 _PLACES = (
     *("tokens", "parent", "depth", "logits", "race"),
     *("lens", "pending", "rounds", "room", "active", "stop_ids", "before", "table"),
-    *("verified", "begun", "side", "asked"),
+    *("verified", "begun", "side", "asked", "sees"),
 )
 
 
@@ -215,7 +215,7 @@ def round_of(places: Sequence[Tensor | None], length: int) -> _Round:
     assert parent is not None and p_logits_BNV is not None and stop_ids_BM is not None
     strides = (0, 0) if race_BLV is None else race_BLV.stride()[:2]
     wide, (B, N, V) = parent.shape[-1] if parent.ndim == 2 else 0, p_logits_BNV.shape
-    beside = 0 if side_MBNU is None else side_MBNU.stride(0)
+    beside = side_MBNU[0].numel() if side_MBNU is not None else 0
     sizes = B, N, length, V, stop_ids_BM.shape[1], *strides, wide, beside
     return _Round(*sizes, *(None if x is None else x.data_ptr() for x in places))
 

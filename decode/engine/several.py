@@ -52,11 +52,12 @@ def several(
     reach: tuple[int, int, int],
     drafts: InRounds,
     taps: Sequence[Tap] = (),
-) -> tuple[Tensor, list[int], Tensor, Tensor, list[float]]:
+) -> tuple[Tensor, list[list[int]], Tensor, Tensor, list[float]]:
     """Rounds at once, until a row ends: their tables, [M, B (2 N + 4)], in each round's first
-    numbers one of [B, 2 n + 4], of n <= N nodes; these; lengths before [M, B], the taps' states
-    [M, B, N, U], likewise, and this thread's seconds for each. race_BMV: log E at each row's next
-    positions; reach: rounds at most, nodes of each, and slots that cover all that these look at.
+    numbers one of [B, 2 l + 4], of l <= N tokens; these, and their nodes; lengths before [M, B],
+    the taps' states [M, B, N, U], likewise, and this thread's seconds for each. race_BMV: log E at
+    each row's next positions; reach: rounds at most, nodes of each, and slots that cover all that
+    these look at.
     """
     native, B, (most, nodes, width) = runner.native, len(rows.lens_B), reach
     assert native is not None
@@ -70,7 +71,7 @@ def several(
     state = rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B
     made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, begun_B, side_MBNU
     round_ = round_of((*given, *state, *made_here), nodes)
-    at_2BN, nodes_M = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most)
+    at_2BN, sizes_M2 = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most, 2)
     took_M = torch.empty(most, dtype=torch.float64)
 
     head, bare = runner.head, unfiltered(params) and runner.head.ids_D is None
@@ -91,11 +92,11 @@ def several(
     limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
     made = library(SOURCE).several(
         *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
-        *(*map(place, (at_2BN, nodes_M, took_M)), *step.call, *drafts.call),
+        *(*map(place, (at_2BN, sizes_M2, took_M)), *step.call, *drafts.call),
     )
     if step.failed:
         raise step.failed[0]
-    tables_MX, sizes = tables_MBX[:made].flatten(1), nodes_M[:made].tolist()
+    tables_MX, sizes = tables_MBX[:made].flatten(1), sizes_M2[:made].tolist()
     return tables_MX, sizes, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
 
 
@@ -111,9 +112,9 @@ def plain_rounds(host_MX: Tensor, rows: int) -> list[tuple[list[int], int]] | No
     return [(tokens[:count], active) for tokens, count, active in news]
 
 
-def kept_of(table_X: Tensor, nodes: int, before_B: Tensor, side_BNU: Tensor) -> Kept:
+def kept_of(table_X: Tensor, size: list[int], before_B: Tensor, side_BNU: Tensor) -> Kept:
     """Of one of several rounds, whose numbers stand one after another however few it had."""
-    rows, width = len(before_B), side_BNU.shape[2]
+    nodes, rows, width = size[0], len(before_B), side_BNU.shape[2]
     table_BX = table_X[: rows * (2 * nodes + 4)].view(rows, -1)
     taps_BLU = side_BNU.flatten()[: rows * nodes * width].view(rows, nodes, width)
     tokens_BL, n_new_B = table_BX[:, :nodes], table_BX[:, 2 * nodes + 1]

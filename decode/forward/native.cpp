@@ -299,13 +299,25 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     }
 }
 
-// Logits of each row's next n tokens [T, size], over the temperature; the next call's states side by
-// side lie `beside` behind this one's.
-extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t n, float *out) {
+// Keys and values of some slots go to others, one after another.
+extern "C" void moved(const Body *model, const Pass *pass, const int64_t *from, const int64_t *to,
+                      int64_t count) {
+    const int64_t kv = model->kv_heads * model->width;
+    for (int64_t l = pass->first; l < pass->last; l++)
+        for (int64_t i = 0; i < count; i++)
+            for (bf16 *all : {pass->keys, pass->values})
+                memcpy(all + l * pass->layer_step + to[i] * kv,
+                       all + l * pass->layer_step + from[i] * kv, kv * sizeof(bf16));
+}
+
+// Logits of each row's next n tokens [T, size], over the temperature, which see each other as `sees`
+// marks (null: those before); the next call's states side by side lie `beside` behind this one's.
+extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t n, const uint8_t *sees,
+                       float *out) {
     Threads here(model->threads);
     int64_t T = pass->rows * n, size = how->size;
     std::vector<bf16> made(T * size);
-    pass->n = n;
+    pass->n = pass->wide = n, pass->block = sees, pass->block_row = n * n;
     body(model, pass);
     pass->side += how->beside;
     product(how->head, how->bias, pass->out, made.data(), T, model->hidden, size, size);

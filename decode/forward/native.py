@@ -35,7 +35,7 @@ ALONE = 80  # tokens that it, on one thread, is faster with than torch on severa
 SMALL = 64 << 20  # bytes of layers that one thread reads as fast as torch calls several
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
-LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P)
+LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P, _P)
 
 
 class _Body(ctypes.Structure):
@@ -248,18 +248,20 @@ class NativeBody:
                 failed.extend([] if error is None else [error])
                 return True
 
-            def called(_: Any, __: Any, ___: Any, n: int, ____: Any) -> None:
+            def called(_: Any, __: Any, ___: Any, n: int, sees: Any, ____: Any) -> None:
                 with ExitStack() as stack:  # nothing is raised through C++, but by who called that
                     stack.push(held_back)
                     if not failed:
-                        pass_.n = n
+                        pass_.n = pass_.wide = n
+                        pass_.block, pass_.block_row = sees, n * n
                         self.made.body(ctypes.byref(body), ctypes.byref(pass_))
                         pass_.side = (pass_.side or 0) + side_MBNU[0].nbytes
                         law(states[-1, : rows * n])
 
             function = LOGITS(called)
+        calls = (ctypes.cast(one, _P) for one in (function, self.made.moved))
         given = map(ctypes.byref, (body, pass_, how))
-        return NextTokens((states, places, function), failed, (ctypes.cast(function, _P), *given))
+        return NextTokens((states, places, function), failed, (*calls, *given))
 
     def chain(
         self, head: VocabHead, pool: KVPool, start: "ChainStart", steps: int, *, sure: bool = False

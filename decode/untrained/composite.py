@@ -5,14 +5,16 @@
 
 A row is sure where the first token looked up is the right one as often as the trained one's. How
 often that is is counted by classes of the chance that the law looked up gives its best token: of
-the look-up in every round that drafts, whoever drafts, of the trained one where it did. At first
-the law is believed, and the trained one taken for as good as SURE, as which it slowly passes again
-in a class where it rests, so that it has its trials. On a CPU the trained drafter isn't asked where
-all rows are sure, nor the other one where none is; where rows differ, and on a GPU, which reads
-nothing back, both draft, and each row keeps one of the two trees, brought to a common size by
-children of the root that are there already. Under the coupled rule, the only one, a tree's shape
-may depend on what was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't
-drafted by one pass.
+the look-up in every round that drafts, whoever drafts, of the trained one where it did, and of that
+by row too, against what its classes made expect, since it may know nothing of the text at hand. At
+first the law is believed, and the trained one taken for as good as SURE, as which it slowly passes
+again in a class where it rests, so that it has its trials. A sure row drafts what is looked up; of
+any other one the trained one's tree is verified, and beside it what is looked up, from where it
+parts from that tree, as far as the plan has nodes: when in doubt, both. On a CPU the trained
+drafter isn't asked where all rows are sure; a GPU, which reads nothing back, always asks it. Rows
+are brought to a common size by children of the root that are there already. Under the coupled rule,
+the only one, a tree's shape may depend on what was drawn. A draft LM, whose draft calls make its
+keys, takes in what it hasn't drafted by one pass.
 
 On a CPU the store may lead a round alone too (`ALONE` of `ways`, which policies that weigh rounds
 choose): the trained one then neither drafts nor hears, and takes in what waits before it drafts
@@ -63,6 +65,7 @@ from draftsmith.decode.untrained.texts import LookupDrafter, hopeless
 
 SURE = 0.6
 BELIEVED = 8.0  # rounds that what is taken for granted at first counts for
+USUAL, FADES = 4.0, 0.95  # of a row: rounds in which it is taken for like all; of its past, at each
 PLACES, MOST, RESTS = 8, 256.0, 1024.0
 ALONE = 1  # of `ways`: what is looked up, and no more
 
@@ -74,7 +77,7 @@ class CompositeDrafter(Drafter):
     """
 
     remembers = True
-    held = ("looked", "trained", "owed")
+    held = ("looked", "trained", "owed", "own_B2")
 
     def __init__(
         self, looked: LookupDrafter, trained: Drafter, levels: int, *, fused: bool = False
@@ -99,6 +102,7 @@ class CompositeDrafter(Drafter):
         if self.owes and looked.reads and not fused:
             self.ways = {ALONE: 0}
         self.led = self.waits = False  # whether the latest tree is all the trained one's, or none
+        self.nodes = 1  # of it, the trained one's
         self.asked: tuple[Tensor, ...] = ()  # of the latest round, as `Asked` in round.h
         self.kept_22X = torch.empty(2, 2, 2 * PLACES, device=looked.device)
         self._believe()
@@ -119,6 +123,8 @@ class CompositeDrafter(Drafter):
         self.looked.reset(rows, slots)
         self.trained.reset(rows, slots)
         self.owed = Owed(self.looked.lens_B, taps=bool(self.taps))
+        # How often the trained one was right in a row, and how often that was to be expected.
+        self.own_B2 = self.kept_22X.new_zeros(rows, 2)
 
     def succeed(self, old: Drafter) -> None:
         assert isinstance(old, CompositeDrafter), "drafters of one kind"
@@ -126,7 +132,7 @@ class CompositeDrafter(Drafter):
         self.trained.succeed(old.trained)
         self.kept_22X = old.kept_22X
         if hasattr(old, "owed"):
-            self.owed = old.owed
+            self.owed, self.own_B2 = old.owed, old.own_B2
 
     def forget(self) -> None:
         self.looked.forget()
@@ -145,6 +151,7 @@ class CompositeDrafter(Drafter):
         self.looked.prefill(admitted)
         self.trained.prefill(admitted)
         self.owed.begin(admitted.rows_R, admitted.lens_R)
+        self.own_B2[admitted.rows_R] = 0
 
     def extend(self, kept: Kept) -> Tensor | None:
         self._tell(kept)
@@ -215,21 +222,25 @@ class CompositeDrafter(Drafter):
         scores_BV = request.params.transform(first_BV[:, None])[:, 0]
         if request.race_BDV is not None:
             scores_BV = scores_BV - request.race_BDV[:, 0]
-        rate_2X = (kept_2X[0] / kept_2X[1]).view(2, PLACES)
-        sure_B = known_B & (rate_2X[0] >= rate_2X[1])[place_B]
-        self.asked = kept_2X, place_B, torch.where(known_B, scores_BV.argmax(-1), -1), sure_B
+        rate_2B = (kept_2X[0] / kept_2X[1]).view(2, PLACES)[:, place_B]
+        right_B, expected_B = (self.own_B2 + USUAL).unbind(1)
+        sure_B = known_B & (rate_2B[0] >= rate_2B[1] * right_B / expected_B)
+        guess_B = torch.where(known_B, scores_BV.argmax(-1), -1)
+        self.asked = kept_2X, place_B, guess_B, sure_B, rate_2B[1]
         return sure_B
 
     def _tell(self, kept: Kept) -> None:
         if not self.asked:
             return
         assert kept.nodes_BN is not None and kept.topology is not None, "the engine tells"
-        kept_2X, place_B, guess_B, sure_B = self.asked
+        kept_2X, place_B, guess_B, sure_B, rate_B = self.asked
         self.asked = ()
         went_B, first_B1 = (kept.n_new_B > 0) & (guess_B >= 0), kept.tokens_BL[:, :1]
-        drafted_B = ((kept.nodes_BN == first_B1) & (kept.topology.depth == 1)).any(-1)
+        drafted_BN = (kept.nodes_BN == first_B1) & (kept.topology.depth == 1)
         led_B = went_B & ~sure_B
-        hits = went_B & (first_B1[:, 0] == guess_B), led_B & drafted_B
+        hits = went_B & (first_B1[:, 0] == guess_B), led_B & drafted_BN[:, : self.nodes].any(-1)
+        own_B2 = torch.stack([hits[1].to(rate_B), rate_B], 1)
+        self.own_B2.copy_(torch.where(led_B[:, None], FADES * self.own_B2 + own_B2, self.own_B2))
         before_2X = kept_2X[:, PLACES:].clone()
         at_X = torch.cat([place_B, place_B + PLACES])
         for counts_X, own in zip(kept_2X, (hits, (went_B, led_B)), strict=True):
@@ -257,16 +268,16 @@ class CompositeDrafter(Drafter):
         def feed(frontier: Frontier) -> Fed:
             return ask(frontier) if frontier.depth else first
 
-        levels = min(request.plan.levels, request.plan.nodes - 1)
+        levels, reads = min(request.plan.levels, request.plan.nodes - 1), self.looked.reads
         far = replace(request, plan=chain_plan(levels))
-        if self.looked.reads:
-            if bool((sure_B | ~request.active_B).all()):
-                return self.looked.propose(far)
-            if not bool((sure_B & request.active_B).any()):
-                self.led = True
-                return self.trained.propose(self._shallow(request))
-        copied = self.looked.grown(far, feed)
-        return either(sure_B, copied, self.trained.propose(self._shallow(request)))
+        if reads and bool((sure_B | ~request.active_B).all()):
+            return self.looked.propose(far)
+        copied = self.looked.propose(far) if reads else self.looked.grown(far, feed)
+        drafted = self.trained.propose(self._shallow(request))
+        self.led, self.nodes = copied.topology.levels == 0, drafted.topology.nodes
+        if self.led:
+            return drafted
+        return either(sure_B, copied, drafted, 1 + levels, request.active_B if reads else None)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         if self.fused:
@@ -276,9 +287,10 @@ class CompositeDrafter(Drafter):
         other = self.trained.in_rounds(min(nodes, 1 + self.deepest), temperature)
         if first is None or other is None:
             return None
-        kept_2X, rows = self.kept_22X[int(temperature > 0)], len(self.looked.lens_B)
-        how = PLACES, SURE, MOST, RESTS
-        return either_rounds(first, other, self.deepest, rows, kept_2X, how)
+        kept_2X = self.kept_22X[int(temperature > 0)]
+        how = PLACES, SURE, MOST, RESTS, USUAL, FADES
+        size, kept = (self.deepest, nodes), (kept_2X, self.own_B2)
+        return either_rounds(first, other, size, kept, how)
 
     def _hopeless(self, call: Call) -> Tensor:
         """Where the head goes no deeper, and what is looked up isn't likely."""
@@ -295,27 +307,62 @@ class CompositeDrafter(Drafter):
         return made
 
 
-def either(first_B: Tensor, first: TokenTree, second: TokenTree) -> TokenTree:
-    """Of each row one of two trees."""
-    nodes = max(first.tokens_BN.shape[1], second.tokens_BN.shape[1])
-    pairs = zip(_padded(first, nodes), _padded(second, nodes), strict=True)
-    tokens_BN, parent_BN, depth_BN, ancestors_BNN = (
+def either(
+    first_B: Tensor,
+    first: TokenTree,
+    second: TokenTree,
+    most: int = 0,
+    active_B: Tensor | None = None,
+) -> TokenTree:
+    """Of each row the first tree, a chain, or the second one and, up to so many nodes, what isn't
+    in it of the first beside it; active_B: rows to whose size it is to be cut.
+    """
+    own, copied = second.topology.nodes, first.topology.nodes
+    nodes = max(own, copied, min(most, own + copied - 1))
+    pairs = zip(_padded(first, nodes), _padded(second, nodes, first.tokens_BN[:, 1:]), strict=True)
+    real_B, tokens_BN, parent_BN, depth_BN, ancestors_BNN = (
         torch.where(first_B.view(-1, *[1] * (one.dim() - 1)), one, other) for one, other in pairs
     )
     levels = max(first.topology.levels, second.topology.levels)
+    if active_B is not None:
+        nodes = int(real_B[active_B].max())
+        tokens_BN, parent_BN, depth_BN = (x[:, :nodes] for x in (tokens_BN, parent_BN, depth_BN))
+        ancestors_BNN, levels = ancestors_BNN[:, :nodes, :nodes], int(depth_BN[active_B].max())
+        depth_BN = depth_BN.clamp(max=levels)
     topology = Topology(parent_BN, depth_BN, ancestors_BNN, levels)
     return TokenTree(tokens_BN, topology, first.law)
 
 
-def _padded(tree: TokenTree, nodes: int) -> tuple[Tensor, ...]:
-    """Tokens, parents, depths and ancestors of a tree with more children of its root."""
-    rows, own = tree.tokens_BN.shape
-    more, topology = nodes - own, tree.topology
-    extra_BN = tree.tokens_BN[:, min(1, own - 1)][:, None].expand(-1, more)
-    tokens_BN = torch.cat([tree.tokens_BN, extra_BN], 1)
-    parent_BN = F.pad(topology.parent.expand(rows, -1), (0, more))
-    depth_BN = F.pad(topology.depth.expand(rows, -1), (0, more), value=1)
+def _padded(tree: TokenTree, nodes: int, chain_BK: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Of a tree with what it hasn't of a chain, and then more children of its root: nodes [B] but
+    these; tokens, parents, depths and ancestors.
+    """
+    (rows, own), topology = tree.tokens_BN.shape, tree.topology
+    more, parent_BN = nodes - own, topology.parent.expand(rows, -1)
+    extra_BM = tree.tokens_BN[:, min(1, own - 1)][:, None].expand(-1, more)
+    parent_BM, depth_BM = torch.zeros_like(extra_BM), torch.ones_like(extra_BM)
     ancestors_BNN = F.pad(topology.ancestors.expand(rows, -1, -1), (0, more, 0, more))
-    ancestors_BNN = ancestors_BNN | torch.eye(nodes, dtype=torch.bool, device=tokens_BN.device)
+    real_B = torch.full_like(tree.tokens_BN[:, 0], own)
+    if chain_BK is not None and chain_BK.shape[1]:
+        at_B1 = parted_B1 = torch.zeros_like(chain_BK[:, :1])
+        along_B1 = torch.ones_like(at_B1, dtype=torch.bool)
+        for k in range(min(topology.levels, chain_BK.shape[1])):
+            next_BN = (parent_BN == at_B1) & (tree.tokens_BN == chain_BK[:, k : k + 1])
+            along_B1 = along_B1 & next_BN.any(1, keepdim=True)
+            at_B1 = torch.where(along_B1, next_BN.int().argmax(1, keepdim=True), at_B1)
+            parted_B1 = parted_B1 + along_B1
+        step_M = torch.arange(more, device=at_B1.device)
+        depth_BM = parted_B1 + 1 + step_M
+        there_BM = depth_BM <= chain_BK.shape[1]
+        depth_BM, real_B = torch.where(there_BM, depth_BM, 1), own + there_BM.sum(1)
+        parent_BM = torch.where(there_BM, torch.where(step_M > 0, own - 1 + step_M, at_B1), 0)
+        extra_BM = torch.where(there_BM, chain_BK.gather(1, depth_BM - 1), extra_BM)
+        above_BMN = ancestors_BNN.gather(1, at_B1[..., None].expand(-1, more, nodes))
+        above_BMN[..., own:] = step_M[:, None] >= step_M
+        ancestors_BNN[:, own:] = above_BMN & there_BM[..., None]
+    parent_BN = torch.cat([parent_BN, parent_BM], 1)
+    depth_BN = torch.cat([topology.depth.expand(rows, -1), depth_BM], 1)
+    ancestors_BNN = ancestors_BNN | torch.eye(nodes, dtype=torch.bool, device=depth_BN.device)
     ancestors_BNN[..., 0] = True
-    return tokens_BN, parent_BN, depth_BN, ancestors_BNN
+    tokens_BN = torch.cat([tree.tokens_BN, extra_BM], 1)
+    return real_B, tokens_BN, parent_BN, depth_BN, ancestors_BNN

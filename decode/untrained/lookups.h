@@ -65,8 +65,8 @@ struct Texts {
 };
 
 // How chains are drafted. slack: the weight of each token that was never seen; race: of the rows'
-// levels, or none; from: levels of each row's to leave out (null: none); asked: nothing is drafted where
-// no row's chain is to be of these (null: nobody asks).
+// levels, or none; from: levels of each row's to leave out (null: none); asked: whether a row's chain is to
+// be of these (null: nobody asks).
 struct Chains {
     int64_t rows, vocab, race_row, race_step, steps;
     float slack, temperature, hopeless;
@@ -99,7 +99,7 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
     Law law{how.vocab, how.slack, {}, {}};
     const float unseen = std::log(how.slack) / how.temperature;
     for (int64_t k = 0; k < how.steps; k++) {
-        bool hope = false, sure = !how.asked || k;
+        bool hope = false;
         for (int64_t b = 0; b < how.rows; b++) {
             law.ids.clear(), law.total.clear();
             fill(b, k, law);
@@ -127,13 +127,10 @@ template <class Fill, class Go> inline int64_t follow(const Chains &how, Fill fi
                 most = weight > most ? weight : most;
             }
             hope |= how.active[b] && how.hopeless * all <= 1;
-            if (!k && how.asked && how.active[b] && !law.ids.empty()) {
+            if (!k && how.asked && how.active[b] && !law.ids.empty())
                 how.asked->ask(b, best, float(most / weights));
-                sure |= how.asked->certain[b];
-            }
             go(b, k, best);
         }
-        if (!sure) return 0;
         if (!hope) return k + 1;
     }
     return how.steps;

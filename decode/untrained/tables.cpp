@@ -155,7 +155,7 @@ void told(const Drafts *d, Round *r) {
     std::vector<int64_t> context(T * d->ending), ids(T * kept);
     std::vector<float> p(T * kept);
     std::vector<uint8_t> real(T);
-    contexts(r->tokens, r->parent, 0, d->texts.text, d->texts.slots, d->texts.lens, B, N,
+    contexts(r->tokens, r->parent, r->tree_row, d->texts.text, d->texts.slots, d->texts.lens, B, N,
              d->ending, context.data());
     for (int64_t t = 0; t < T; t++)
         if ((real[t] = r->emitted(t / N) > 0 && (!r->verified || t % N < r->verified[t / N])))

@@ -140,6 +140,48 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
 
 
 @pytest.mark.parametrize(
+    ("names", "way", "batch"),
+    [
+        ("suffix+draft", "greedy", 1),
+        ("suffix+draft", "drawn", 3),
+        ("suffix+eagle3", "greedy", 3),
+        ("recycling+medusa", "drawn", 1),
+        ("stand+draft", "drawn", 2),
+    ],
+)
+def test_a_copy_beside_a_draft_is_kept_where_that_fails(
+    pair: Pair,
+    near: PreTrainedModel,
+    names: str,
+    way: str,
+    batch: int,
+    made: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """No row is ever sure. Where the plan has no more nodes than the head's levels none is beside
+    it, and more rounds are needed; both are those of one at a time, what is kept of them too.
+    """
+    monkeypatch.setattr(composite, "BELIEVED", 1e6)
+    monkeypatch.setattr(composite, "SURE", 2.0)
+    asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
+
+    def answered(K: int) -> tuple[list[Completion], list[torch.Tensor]]:
+        drafter = composed(pair, names, near, tmp_path)
+        decoder = Decoder(*pair, drafter, K=K, batch_size=batch)
+        done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
+        return done, holds(drafter, done) if names.endswith("draft") else []
+
+    (found, held), (without, _) = answered(7), answered(3)
+    assert [one.tokens for one in found] == [one.tokens for one in without]
+    assert sum(one.counters.rounds for one in found) < sum(one.counters.rounds for one in without)
+    assert max(made) > 1
+    one_at_a_time(monkeypatch)
+    again, like = answered(7)
+    assert found == again and all(map(torch.equal, held, like))
+
+
+@pytest.mark.parametrize(
     ("kind", "way", "batch"),
     [
         ("draft", "greedy", 1),

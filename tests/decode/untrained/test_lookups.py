@@ -22,7 +22,7 @@ from draftsmith.decode import __main__ as evaluation
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
-from draftsmith.decode.drafting.base import Drafter, Frontier, Round
+from draftsmith.decode.drafting.base import Admitted, Drafter, Frontier, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED, TokenTree, Topology, chain
@@ -95,7 +95,9 @@ def test_a_round_that_reads_nothing_can_be_recorded(
 def test_a_composite_gives_plain_answers_and_uses_both(
     tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never sure: the trained one alone, round by round; else both are asked in one batch."""
+    """Never sure: the trained one in each round, with a copy beside it where there is room, which
+    keeps more; else both are asked in one batch.
+    """
     target, head = counting(wrong=0.35)
     trained = EagleDrafter(head, target, VOCAB)
     trees: list[dict[str, Any]] = [{"tree": "chain", "K": 5}, {"tree": "dynamic:6,3,9"}]
@@ -114,7 +116,9 @@ def test_a_composite_gives_plain_answers_and_uses_both(
                 assert texts(done) == truths(target, tiny_tokenizer, params), (tree, sure)
                 counts[sure] = tau(done)
             monkeypatch.undo()
-            assert counts[2.0] == tau(alone.generate(PROMPTS, params))
+            trained_alone = tau(alone.generate(PROMPTS, params))
+            room = tree["tree"] == "chain"
+            assert counts[2.0] > trained_alone if room else counts[2.0] == trained_alone
     assert len(set(counts.values())) > 1
 
 
@@ -195,6 +199,67 @@ def test_each_row_keeps_one_of_two_trees() -> None:
         [1, 0, 0, 0, 1],
     ]
     assert tree.topology.ancestors[1].equal(wide.ancestors) and tree.topology.levels == 2
+
+
+def test_beside_a_tree_stands_what_it_has_not_of_a_copy() -> None:
+    """From where they part; of rows that decode as many nodes as the largest has."""
+    copies = TokenTree(
+        torch.tensor([[1, 2, 3, 4], [1, 7, 9, 5], [1, 8, 3, 4], [1, 6, 8, 2]]),
+        chain(3, CPU),
+        COUPLED,
+    )
+    topology = Topology.from_parents([-1, 0, 0, 1, 2], CPU)
+    drafted = TokenTree(torch.tensor([[1, 6, 7, 8, 9]]).expand(4, -1), topology, COUPLED)
+    sure_B = torch.tensor([True, False, False, False])
+    tree = either(sure_B, copies, drafted, 9)
+    assert tree.tokens_BN.tolist() == [
+        [1, 2, 3, 4, 2, 2, 2, 2],
+        [1, 6, 7, 8, 9, 5, 6, 6],  # 7, 9 are there
+        [1, 6, 7, 8, 9, 8, 3, 4],
+        [1, 6, 7, 8, 9, 2, 6, 6],
+    ]
+    assert tree.topology.parent[1:].tolist() == [
+        [-1, 0, 0, 1, 2, 4, 0, 0],
+        [-1, 0, 0, 1, 2, 0, 5, 6],
+        [-1, 0, 0, 1, 2, 3, 0, 0],
+    ]
+    assert tree.topology.depth[1:].tolist() == [
+        [0, 1, 1, 2, 2, 3, 1, 1],
+        [0, 1, 1, 2, 2, 1, 2, 3],
+        [0, 1, 1, 2, 2, 3, 1, 1],
+    ]
+    for row in range(4):
+        parents = tree.topology.parent[row].tolist()
+        like = Topology.from_parents(parents, CPU)
+        assert tree.topology.ancestors[row].equal(like.ancestors)
+    fewer = either(sure_B, copies, drafted, 6)
+    assert fewer.tokens_BN.equal(tree.tokens_BN[:, :6])
+    cut = either(sure_B, copies, drafted, 9, torch.tensor([True, True, False, False]))
+    assert cut.tokens_BN.equal(tree.tokens_BN[:, :6]) and cut.topology.levels == 3
+    cut = either(sure_B, copies, drafted, 9, torch.tensor([False, False, True, False]))
+    assert cut.tokens_BN.equal(tree.tokens_BN) and cut.topology.levels == 3
+
+
+def test_a_row_whose_draft_fails_is_sure_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own rounds, against what was to be expected; until another prompt takes it."""
+    target, head = counting(wrong=0.35)
+    looked = SuffixDrafter("suffix", CPU, VOCAB)
+    both = CompositeDrafter(looked, EagleDrafter(head, target, VOCAB), 3)
+    both.reset(2, 64)
+    both.kept_22X[0, 0, : composite.PLACES] = 0.3 * composite.BELIEVED
+    found_BV, ones_B = torch.zeros(2, VOCAB), torch.ones(2, dtype=torch.int64)
+    found_BV[:, 5] = 4.0
+    request = Round(chain_plan(3), ones_B, ones_B, ones_B > 0, 1, SETTINGS[0], COUPLED)
+    # Both draft 8: row 0 emits what was looked up, row 1 what was drafted.
+    nodes_BN, said_BL = torch.tensor([[1, 8, 6, 7]] * 2), torch.tensor([[5], [8]])
+    told, both.nodes = {"nodes_BN": nodes_BN, "topology": chain(3, CPU)}, 4
+    for turn in range(6):
+        sure_B = both._ask(found_BV, request)
+        assert sure_B.tolist() == [turn > 3, False], turn
+        both._tell(Kept(said_BL, ones_B, None, ones_B, **told))
+    monkeypatch.setattr(both.trained, "prefill", lambda admitted: None)
+    both.prefill(Admitted(ones_B[:1] - 1, ones_B[:1, None], ones_B[:1], ones_B[:1]))
+    assert not both._ask(found_BV, request).any()
 
 
 @pytest.mark.parametrize("fused", [False, True])
