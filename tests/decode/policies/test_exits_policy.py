@@ -335,8 +335,7 @@ def test_a_round_never_reads_the_device_and_plans_are_recorded_apart(
     decoder.policy.next_plan = lambda *_: next(turns)  # type: ignore[method-assign]
     decoder.late = True
     recordings = record_rounds(decoder)
-    long = replace(WAYS[1], max_new_tokens=40)
-    expected = truths(target, tiny_tokenizer, long)
+    expected = truths(target, tiny_tokenizer, long := replace(WAYS[1], max_new_tokens=40))
     for _ in range(2):
         assert [c.tokens for c in decoder.generate(PROMPTS, long)] == expected
     assert len(recordings) == 2
