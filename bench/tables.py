@@ -190,9 +190,9 @@ STEPS = {
         for where, how, drafters, minutes in (
             (
                 "-twin",
-                "on=twin target=runs/training-free/target prompts=4 longest=400 max_new_tokens=48",
+                "on=twin target=runs/training-free/target prompts=8 longest=400 max_new_tokens=48",
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
-                40,
+                60,
             ),
             ("", "prompts=6", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
         )

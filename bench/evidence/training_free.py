@@ -5,7 +5,7 @@
 
 The stream is what a server sees: Spec-Bench's categories, problems, source code, and problems that
 are asked three times, by lot, one at a time. Each request is decoded plainly, by each kind of
-look-up, by each drafter (chains as deep as its folder's K), and by the store and it, taking turns
+look-up, by each drafter (chains as deep as its folder's K), and by the store and it, side by side
 (suffix+NAME) and fused (suffix++NAME, where it can be); the ways of a request follow each other by
 lot, and each has a store of its own, empty at first. What counts is the decoding alone, prefills
 excluded, by the thread's own clock where there is one thread. better: a way's figure over that of

@@ -293,8 +293,8 @@ extern "C" void told_either(const Either *e, Round *r) {
     e->asked.tell(r->rows, first.data(), drafted.data());
     // What the other one hasn't drafted it is to take in.
     for (int64_t b = 0; b < r->rows; b++)
-        for (int64_t l = 1; l < r->emitted(b); l++)
-            if (l >= e->drafted[b] || r->tokens[b * r->nodes + l] != r->told(b)[l - 1])
+        for (int64_t l = 1; l + 1 < r->emitted(b); l++)
+            if (l + 1 >= e->drafted[b] || r->tokens[b * r->nodes + l] != r->told(b)[l - 1])
                 e->asked.certain[b] = 1;
     for (const Drafter *one : {&e->first, &e->other})
         if (one->hear) one->hear(one->own, r);

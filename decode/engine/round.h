@@ -8,8 +8,9 @@
 // Which of two drafters a row's chain is of, by how often either's first token was the one emitted, in
 // `places` classes of the chance that the one that is asked first gives its likeliest token: of that one in
 // every round, and after these of the other one in the rounds that it drafted. Of a round, [B]: class, the
-// token that the first one drafts first (-1: it knows nothing), and whether the row's chain is its own. own,
-// [B, 2]: how often the other one was right in a row, and how often its classes made expect that.
+// token that the first one drafts first (-1: it knows nothing), and whether the row's chain is its own; once
+// the round is over, whether the row holds what the other one is to take in. own, [B, 2]: how often the other
+// one was right in a row, and how often its classes made expect that.
 struct Asked {
     float *hits, *seen;
     int64_t *place, *guess;

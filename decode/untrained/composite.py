@@ -10,7 +10,8 @@ by row too, against what its classes made expect, since it may know nothing of t
 first the law is believed, and the trained one taken for as good as SURE, as which it slowly passes
 again in a class where it rests, so that it has its trials. A sure row drafts what is looked up; of
 any other one the trained one's tree is verified, and beside it what is looked up, from where it
-parts from that tree, as far as the plan has nodes: when in doubt, both. On a CPU the trained
+parts from that tree, as far as the plan has nodes: when in doubt, both (but under policies that
+choose among the nodes of a draft, which know it by its depths). On a CPU the trained
 drafter isn't asked where all rows are sure; a GPU, which reads nothing back, always asks it. Rows
 are brought to a common size by children of the root that are there already. Under the coupled rule,
 the only one, a tree's shape may depend on what was drawn. A draft LM, whose draft calls make its
@@ -224,7 +225,7 @@ class CompositeDrafter(Drafter):
             scores_BV = scores_BV - request.race_BDV[:, 0]
         rate_2B = (kept_2X[0] / kept_2X[1]).view(2, PLACES)[:, place_B]
         right_B, expected_B = (self.own_B2 + USUAL).unbind(1)
-        sure_B = known_B & (rate_2B[0] >= rate_2B[1] * right_B / expected_B)
+        sure_B = known_B & (rate_2B[0] >= rate_2B[1] * (right_B / expected_B))
         guess_B = torch.where(known_B, scores_BV.argmax(-1), -1)
         self.asked = kept_2X, place_B, guess_B, sure_B, rate_2B[1]
         return sure_B
@@ -274,10 +275,12 @@ class CompositeDrafter(Drafter):
             return self.looked.propose(far)
         copied = self.looked.propose(far) if reads else self.looked.grown(far, feed)
         drafted = self.trained.propose(self._shallow(request))
-        self.led, self.nodes = copied.topology.levels == 0, drafted.topology.nodes
-        if self.led:
-            return drafted
-        return either(sure_B, copied, drafted, 1 + levels, request.active_B if reads else None)
+        self.nodes = drafted.topology.nodes
+        most = 0 if request.sure or request.keep is not None else request.plan.nodes
+        tree = either(sure_B, copied, drafted, most, request.active_B if reads else None)
+        alone = reads and tree.topology.nodes == self.nodes
+        self.led = alone and not bool((sure_B & request.active_B).any())
+        return drafted if self.led else tree
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         if self.fused:
@@ -315,7 +318,7 @@ def either(
     active_B: Tensor | None = None,
 ) -> TokenTree:
     """Of each row the first tree, a chain, or the second one and, up to so many nodes, what isn't
-    in it of the first beside it; active_B: rows to whose size it is to be cut.
+    in it of the first beside it; active_B: rows to whose size it is cut, which reads it.
     """
     own, copied = second.topology.nodes, first.topology.nodes
     nodes = max(own, copied, min(most, own + copied - 1))
