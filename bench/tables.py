@@ -194,7 +194,7 @@ STEPS = {
                 [f"{kind}=runs/training-free/{at}" for kind, at in ON_TWIN.items()],
                 60,
             ),
-            ("", "prompts=6", [f"{kind}={at}" for kind, at in BESIDE.items()], 40),
+            ("", "prompts=16", [f"{kind}={at}" for kind, at in BESIDE.items()], 15),
         )
     },
     "eagle3": Step(
