@@ -91,9 +91,10 @@ typedef void (*Logits)(const void *body, void *pass, const void *how, int64_t no
 typedef void (*Moved)(const void *body, const void *pass, const int64_t *from, const int64_t *to,
                       int64_t count);
 
-// What a tree's kept paths are made of goes where a chain's would be: keys and values, by `move`, and of
-// slots [B, N], and the taps' states; they are told as chains.
-template <class Move> static void straighten(Round &r, const int64_t *slots, int64_t width, Move move) {
+// What a tree's kept paths are made of goes where a chain's would be: a model's keys and values, in slots
+// [B, N], and the taps' states, `width` numbers each; they are told as chains.
+static void straighten(Round &r, const int64_t *slots, int64_t width, Moved moved, const void *body,
+                       const void *pass) {
     std::vector<int64_t> from, to;
     uint16_t *side = (uint16_t *)r.side;
     for (int64_t b = 0; b < r.rows; b++) {
@@ -105,7 +106,7 @@ template <class Move> static void straighten(Round &r, const int64_t *slots, int
             path[l] = l;
         }
     }
-    move(from.data(), to.data(), int64_t(from.size()));
+    moved(body, pass, from.data(), to.data(), int64_t(from.size()));
 }
 
 // Seconds that this thread has run.
@@ -142,11 +143,7 @@ extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int6
         *sizes++ = r.length, *sizes++ = r.nodes;
         logits(body, pass, how, r.nodes, r.sees, (float *)r.logits);
         settle(&r);
-        if (r.sees)
-            straighten(r, at + B * N, r.beside / (B * N), [&](const int64_t *from, const int64_t *to,
-                                                             int64_t count) {
-                moved(body, pass, from, to, count);
-            });
+        if (r.sees) straighten(r, at + B * N, r.beside / (B * N), moved, body, pass);
         if (told) told(drafter, &r);
         double now = of_thread();
         *took++ = now - before_it, before_it = now;

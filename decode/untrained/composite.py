@@ -1,4 +1,4 @@
-"""Two drafters as one: what is looked up where that is sure of itself, a trained one elsewhere.
+"""Two drafters as one: what is looked up where that is sure of itself, both elsewhere.
 
     suffix+FOLDER     also recycling+FOLDER, stand+FOLDER
     suffix++FOLDER    fused: every tree is grown from both laws
@@ -10,12 +10,12 @@ by row too, against what its classes made expect, since it may know nothing of t
 first the law is believed, and the trained one taken for as good as SURE, as which it slowly passes
 again in a class where it rests, so that it has its trials. A sure row drafts what is looked up; of
 any other one the trained one's tree is verified, and beside it what is looked up, from where it
-parts from that tree, as far as the plan has nodes: when in doubt, both (but under policies that
-choose among the nodes of a draft, which know it by its depths). On a CPU the trained
-drafter isn't asked where all rows are sure; a GPU, which reads nothing back, always asks it. Rows
-are brought to a common size by children of the root that are there already. Under the coupled rule,
-the only one, a tree's shape may depend on what was drawn. A draft LM, whose draft calls make its
-keys, takes in what it hasn't drafted by one pass.
+parts from that tree, as far as the plan has nodes (but under policies that choose among a draft's
+nodes, which know them by their depths). On a CPU the trained drafter isn't asked where all rows are
+sure; a GPU, which reads nothing back, always asks it. Rows are brought to a common size by children
+of the root that are there already. Under the coupled rule, the only one, a tree's shape may depend
+on what was drawn. A draft LM, whose draft calls make its keys, takes in what it hasn't drafted by
+one pass.
 
 On a CPU the store may lead a round alone too (`ALONE` of `ways`, which policies that weigh rounds
 choose): the trained one then neither drafts nor hears, and takes in what waits before it drafts
@@ -337,8 +337,8 @@ def either(
 
 
 def _padded(tree: TokenTree, nodes: int, chain_BK: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Of a tree with what it hasn't of a chain, and then more children of its root: nodes [B] but
-    these; tokens, parents, depths and ancestors.
+    """Of a tree with what it hasn't of a chain, and then more children of its root: how many nodes
+    [B] without the latter; tokens, parents, depths and ancestors.
     """
     (rows, own), topology = tree.tokens_BN.shape, tree.topology
     more, parent_BN = nodes - own, topology.parent.expand(rows, -1)
