@@ -182,9 +182,9 @@ def either_rounds(
     for draft, hear, own in (first.call, other.call):
         parts += [draft, hear, ctypes.cast(own, _P)]
     (levels, nodes), (kept_2X, own_B2) = size, kept
-    rows, wide = len(own_B2), torch.int64
-    verified_B, drafted_B, place_B, guess_B = torch.empty(4, rows, dtype=wide)
-    tree_2BN = torch.empty(2, rows, nodes, dtype=wide)
+    rows = len(own_B2)
+    verified_B, drafted_B, place_B, guess_B = torch.empty(4, rows, dtype=torch.int64)
+    tree_2BN = place_B.new_empty(2, rows, nodes)
     sees_BNN, sure_B = (torch.empty(rows, n, dtype=torch.uint8) for n in (nodes**2, 1))
     of_rows = verified_B, drafted_B, tree_2BN, sees_BNN
     asked = *kept_2X, place_B, guess_B, sure_B, own_B2

@@ -31,8 +31,9 @@ class Table(Policy):
         self.ranges = read_table(text, plan.levels)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
+        levels = self._levels(load)
         self.stays = MANY  # rows that end may change it, and they end a call
-        return self.plans[-1].cut(self._levels(load)) if self.will_draft(load) else None
+        return self.plans[-1].cut(levels) if levels else None
 
     def will_draft(self, load: Load) -> bool:
         return self._levels(load) > 0

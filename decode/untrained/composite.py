@@ -34,7 +34,7 @@ chance (RASD, arXiv 2503.03434, prunes a retrieved tree by the head's first step
 the head's, which has no q). So it serves rules by rejection too. Below the head's last level the
 law is what is looked up alone.
 
-Shapes: B rows, N nodes, V vocabulary.
+Shapes: B rows, N nodes, M of them beside a tree, K tokens of a copy, V vocabulary.
 """
 
 import copy
@@ -226,23 +226,22 @@ class CompositeDrafter(Drafter):
         rate_2B = (kept_2X[0] / kept_2X[1]).view(2, PLACES)[:, place_B]
         right_B, expected_B = (self.own_B2 + USUAL).unbind(1)
         sure_B = known_B & (rate_2B[0] >= rate_2B[1] * (right_B / expected_B))
-        guess_B = torch.where(known_B, scores_BV.argmax(-1), -1)
-        self.asked = kept_2X, place_B, guess_B, sure_B, rate_2B[1]
+        self.asked = kept_2X, place_B, torch.where(known_B, scores_BV.argmax(-1), -1), sure_B
         return sure_B
 
     def _tell(self, kept: Kept) -> None:
         if not self.asked:
             return
         assert kept.nodes_BN is not None and kept.topology is not None, "the engine tells"
-        kept_2X, place_B, guess_B, sure_B, rate_B = self.asked
+        kept_2X, place_B, guess_B, sure_B = self.asked
         self.asked = ()
         went_B, first_B1 = (kept.n_new_B > 0) & (guess_B >= 0), kept.tokens_BL[:, :1]
         drafted_BN = (kept.nodes_BN == first_B1) & (kept.topology.depth == 1)
         led_B = went_B & ~sure_B
         hits = went_B & (first_B1[:, 0] == guess_B), led_B & drafted_BN[:, : self.nodes].any(-1)
-        own_B2 = torch.stack([hits[1].to(rate_B), rate_B], 1)
-        self.own_B2.copy_(torch.where(led_B[:, None], FADES * self.own_B2 + own_B2, self.own_B2))
         before_2X = kept_2X[:, PLACES:].clone()
+        own_B2 = torch.stack([hits[1], (before_2X[0] / before_2X[1])[place_B]], 1)
+        self.own_B2.copy_(torch.where(led_B[:, None], FADES * self.own_B2 + own_B2, self.own_B2))
         at_X = torch.cat([place_B, place_B + PLACES])
         for counts_X, own in zip(kept_2X, (hits, (went_B, led_B)), strict=True):
             counts_X.index_add_(0, at_X, torch.cat(own).to(counts_X))
@@ -277,7 +276,8 @@ class CompositeDrafter(Drafter):
         drafted = self.trained.propose(self._shallow(request))
         self.nodes = drafted.topology.nodes
         most = 0 if request.sure or request.keep is not None else request.plan.nodes
-        tree = either(sure_B, copied, drafted, most, request.active_B if reads else None)
+        cut_B = request.active_B if reads else None
+        tree = either(sure_B, copied, drafted, most, cut_B) if copied.topology.levels else drafted
         alone = reads and tree.topology.nodes == self.nodes
         self.led = alone and not bool((sure_B & request.active_B).any())
         return drafted if self.led else tree
@@ -367,5 +367,4 @@ def _padded(tree: TokenTree, nodes: int, chain_BK: Tensor | None = None) -> tupl
     depth_BN = torch.cat([topology.depth.expand(rows, -1), depth_BM], 1)
     ancestors_BNN = ancestors_BNN | torch.eye(nodes, dtype=torch.bool, device=depth_BN.device)
     ancestors_BNN[..., 0] = True
-    tokens_BN = torch.cat([tree.tokens_BN, extra_BM], 1)
-    return real_B, tokens_BN, parent_BN, depth_BN, ancestors_BNN
+    return real_B, torch.cat([tree.tokens_BN, extra_BM], 1), parent_BN, depth_BN, ancestors_BNN

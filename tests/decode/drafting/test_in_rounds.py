@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,7 @@ def test_two_drafters_as_one_are_what_they_are_one_at_a_time(
     it needn't be surer than such a target. Of several rows each has its own of both chains.
     """
     monkeypatch.setattr(composite, "SURE", 0.6 if names.startswith("suffix") else 0.03)
-    asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
-
-    def answered() -> tuple[list[Completion], list[torch.Tensor]]:
-        drafter = composed(pair, names, near, tmp_path)
-        decoder = Decoder(*pair, drafter, K=5, batch_size=batch)
-        done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
-        return done, holds(drafter, done) if names.endswith("draft") else []
-
+    answered = partial(answers_of, pair, near, names, way, batch, tmp_path, K=5)
     found, held = answered()
     beyond = sum(sum(one.counters.histogram[4:]) for one in found)  # rounds, of the head's levels
     assert max(made) > 2 and beyond > 0
@@ -164,20 +158,13 @@ def test_a_copy_beside_a_draft_is_kept_where_that_fails(
     """
     monkeypatch.setattr(composite, "BELIEVED", 1e6)
     monkeypatch.setattr(composite, "SURE", 2.0)
-    asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
-
-    def answered(K: int) -> tuple[list[Completion], list[torch.Tensor]]:
-        drafter = composed(pair, names, near, tmp_path)
-        decoder = Decoder(*pair, drafter, K=K, batch_size=batch)
-        done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
-        return done, holds(drafter, done) if names.endswith("draft") else []
-
-    (found, held), (without, _) = answered(7), answered(3)
+    answered = partial(answers_of, pair, near, names, way, batch, tmp_path)
+    (found, held), (without, _) = answered(K=7), answered(K=3)
     assert [one.tokens for one in found] == [one.tokens for one in without]
     assert sum(one.counters.rounds for one in found) < sum(one.counters.rounds for one in without)
     assert max(made) > 1
     one_at_a_time(monkeypatch)
-    again, like = answered(7)
+    again, like = answered(K=7)
     assert found == again and all(map(torch.equal, held, like))
 
 
@@ -224,6 +211,17 @@ def test_who_did_not_lead_takes_in_what_it_would_have_heard(
     one_at_a_time(monkeypatch)
     again, like = answered()
     assert found == again and all(map(torch.equal, held, like))
+
+
+def answers_of(
+    pair: Pair, near: PreTrainedModel, names: str, way: str, batch: int, folder: Path, K: int
+) -> tuple[list[Completion], list[torch.Tensor]]:
+    """Of a composite, some prompts asked again; and what a draft LM then holds."""
+    asked = [0, 0, 0] if batch == 1 else [2, 1, 0, 3, 0, 3, 1, 1, 1, 1, 0, 2]
+    drafter = composed(pair, names, near, folder)
+    decoder = Decoder(*pair, drafter, K=K, batch_size=batch)
+    done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
+    return done, holds(drafter, done) if names.endswith("draft") else []
 
 
 class Turns(Policy):
