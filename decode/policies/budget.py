@@ -152,7 +152,7 @@ class Shares(Auto):
             sure_BD, verified_B = outcome.parts
             kept_B = np.array([len(path) for path in outcome.paths])
             self.survival.take(sure_BD, np.minimum(verified_B - 1, kept_B + 1), kept_B)
-            if outcome.seconds is not None and self.paces[outcome.load.rows].seconds[None]:
+            if outcome.seconds is not None and self.paces[outcome.load.rows].next:
                 whole = bool((verified_B > sure_BD.shape[1]).all())
                 emitted = len(kept_B) + int(kept_B.sum())
                 outcome = self._charged(outcome, whole, int((verified_B - 1).sum()), emitted)
@@ -162,8 +162,7 @@ class Shares(Auto):
         """Learn the toll; the round as if it had verified as much as those like it do."""
         rows, plan, seconds = outcome.load.rows, outcome.plan, outcome.seconds
         assert seconds is not None
-        each = sorted(self.paces[rows].seconds[None])
-        plain = each[len(each) // 4]
+        plain = self.paces[rows].clock.plain
         # At first as if passes were flat to so many tokens, and linear beyond.
         token = self.tolls[rows].token if rows in self.tolls else plain / (rows + self.START)
         self.took[rows, plan, whole].append((seconds, tokens, emitted))

@@ -4,13 +4,14 @@ where plain decoding is faster.
 
 import math
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from draftsmith.decode.drafting.owed import NAP
+from draftsmith.decode.policies.clock import SHARES, Clock, Timed, work
 from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import Counts, counts_of
 from draftsmith.decode.tree_shapes import Plan
@@ -58,18 +59,17 @@ def read_table(text: str, most: int) -> Ranges:
 
 @dataclass
 class Pace:
-    """Of rounds with so many rows: the latest seconds of each tree that was drafted, how often each
-    was asked for, and how many rounds of what was chosen were timed; the tree now, the one held
-    best, the round of the next choice (0 before the first), and periods until another tree is
-    tried; near: whether there is one to try; woken: that the drafter was, for it; beside: a plain
-    round's seconds when each was timed last; token: seconds that a row's token took by the best at
-    the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
+    """Of rounds with so many rows: what each tree takes, how often each was asked for, and how many
+    rounds of what was chosen were timed; the tree now, the one held best, the round of the next
+    choice (0 before the first), and periods until another tree is tried; near: whether there is one
+    to try; woken: that the drafter was, for it; token: seconds that a row's token took by the best
+    at the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
     row's tokens and seconds in the trial that goes on; stayed, usual: rounds since there are so
     many rows, and the mean of before; waking, wakes: seconds beyond their own of the drafts since
     the last round without, and the mean of before.
     """
 
-    seconds: defaultdict[Plan | None, deque[float]]
+    clock: Clock
     asked: Counter[Plan | None] = field(default_factory=Counter)
     rounds: int = 0
     choice: Plan | None = None
@@ -79,7 +79,6 @@ class Pace:
     every: int = 0
     near: bool = True
     woken: bool = False
-    beside: dict[Plan, float] = field(default_factory=dict)
     token: float = 0.0
     debt: float = 0.0
     gave: float = 0.0
@@ -99,11 +98,6 @@ class Pace:
         if self.waking:
             self.wakes, self.waking = faded(self.wakes, self.waking), 0.0
 
-    def latest(self, plan: Plan | None) -> float:
-        """Seconds of that tree's latest rounds, the lower quartile."""
-        found = sorted(self.seconds[plan])
-        return found[len(found) // 4]
-
 
 class Auto(Policy):
     """The tree, of all parts of the one given and none at all, that gives most tokens a second with
@@ -111,56 +105,53 @@ class Auto(Policy):
 
         (1 + sum over drafted nodes of the chance that each is kept) / seconds of a round
 
-    Nothing is measured beforehand. Seconds are those of rounds that were decoded: of a tree that
-    has been tried with as many rows, the lower quartile of its latest `WATCH`; of others, those of
-    a plain round and `SHARES` of it for drafting at all, for each draft call and for each drafted
-    token, fitted to what has been tried. Chances are counted over recent rounds (`counts_of`), and
-    how often less is drafted than asked for, as look-ups do, whose rounds count as what they were.
-    Of a drafter with `ways` that read nothing the trees these draft are weighed beside the usual. A
-    batch that nobody joins ends with its slowest row, whose kept tokens are what counts then.
+    Nothing is measured beforehand. Seconds are those of rounds that were decoded with as many rows,
+    told apart from what the machine does meanwhile (`Clock`). Chances are counted over recent
+    rounds (`counts_of`), and how often less is drafted than asked for, as look-ups do, whose rounds
+    count as what they were. Of a drafter with `ways` that read nothing the trees these draft are
+    weighed beside the usual. A batch that nobody joins ends with its slowest row, whose kept tokens
+    are what counts then.
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all, and until rows have drafted `LEARN` times in a way what seems `FAR`
     as good as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do.
-    Of trees nearly as good as the best one is tried after `EVERY` periods, then half as often each
-    time that this changes nothing; for longer while it gives more than the best one promises. Where
-    none is that good, and long before a trial, the drafter sleeps; before one it hears of `NAP`
-    rounds. What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits
-    until that is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in each
-    prompt: that is shared out over an answer's tokens, as many as recent answers had.
+    Of trees nearly as good as the best one is tried after `EVERY` periods, that which may be the
+    best by most, then half as often each time that this changes nothing, but after twice `EVERY`
+    while it may be the best by one deviation; for longer while it gives more than the best one
+    promises.
+    Plain rounds are timed anew each time there have been twice as many rounds. Where no tree is
+    that good, and long before a trial, the drafter sleeps; before one it hears of `NAP` rounds.
+    What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits until that
+    is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in each prompt:
+    that is shared out over an answer's tokens, as many as recent answers had.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
-    While a tree is the best, plain rounds are timed anew at some of these trials, the first among
-    them, however slow they seemed. What was timed when these took longer by `SPELL` or more, which
-    is the machine's doing, is taken for faster likewise, until it is tried again.
 
     Differences from SmartSpec: positions have chances of their own, trees are weighed as chains
     are, the search doesn't stop at the first fall, and no profile is needed.
     """
 
-    WATCH, PLAIN, START, LEARN, PERIOD, TRY = 12, 5, 32, 16, 8, 2
+    PLAIN, START, LEARN, PERIOD, TRY = 5, 32, 16, 8, 2
     REST, STAY = 16, 6  # periods at most from one choice to the next, of nothing and of a tree
     EVERY, SELDOM = 4, 128
-    PAID, FREE, MOST = 0.005, 8.0, 64.0  # MOST: plain rounds that are owed at most
+    PAID, FREE, MOST = 0.005, 6.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
-    COLD, BESIDE, SPELL = 2, 0.01, 0.2  # rounds; of seconds
-    SHARES = np.array([0.0, 0.15, 0.05])  # of a plain round's seconds, before anything is known
-    PRIOR = 0.05  # how much these weigh beside one measured tree
+    COLD, BESIDE = 2, 0.01  # rounds; of seconds
+    KNOWN = 200  # rows whose drafts tell how many tokens there will be, at most
     ANSWER = 64.0  # tokens of one, before any
     rests = True
 
     def __init__(self, plan: Plan) -> None:
         self.plans, self.counts = (), dict[int, Counts]()
         self._weigh_too(plan)
-        self.shares = self.SHARES
+        self.at = 0  # rounds of all
         self.plain = 0  # rounds since the last that drafted, or the first of all
         self.heard = NAP  # rounds since the drafter slept, or more
         self.tried, self.drafted = Counter[int](), 0  # rows that drafted, by way, and rounds
         self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
         self.prompt = math.inf  # seconds that one takes the drafter
         self.rows = 1  # of the last round
-        self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
         for way, read in reads.items():
@@ -171,27 +162,29 @@ class Auto(Policy):
         """All parts of this tree; the largest of the first one stays the last."""
         self.counts[plan.by] = counts_of(plan)
         self.plans = *self.counts[plan.by].plans, *self.plans
-        self.work_PX = np.array([work(part) for part in self.plans])
+        self.timed = None, *(counts.nothing for counts in self.counts.values()), *self.plans
+        self.shares_P = np.log1p(np.stack([work(part) for part in self.timed]) @ SHARES)
+        self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
-        return Pace(defaultdict(lambda: deque(maxlen=self.WATCH)), due=self.EVERY, every=self.EVERY)
+        return Pace(Clock(self.timed, self.shares_P), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         pace, self.asleep = self.paces[load.rows], False
         cold = max(0, self.COLD - self.plain)
-        if len(pace.seconds[None]) < self.PLAIN:
-            self.stays = cold + self.PLAIN - len(pace.seconds[None])
+        if pace.asked[None] < self.PLAIN:
+            self.stays = cold + self.PLAIN - pace.asked[None]
             return None
         if not pace.next:
+            pace.clock.settle(None)
             small = [plan for plan in self.counts[0].plans if load.rows * plan.nodes <= self.START]
-            pace.choice, pace.next = (small or self.counts[0].plans[:1])[-1], pace.rounds + self.TRY
+            pace.choice = (small or self.counts[0].plans[:1])[-1]
+            pace.next = pace.rounds + self._tries(load)
         elif pace.rounds >= pace.next:
             pace.choice, lasts = self._choose(pace, load)
             # While little is known, what was learned is used at once.
-            pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self.TRY)
-        few = self.PLAIN - len(pace.seconds[None])  # of those that are timed anew
-        self.stays = pace.next - pace.rounds if few <= 0 else few if pace.choice is None else 1
-        self.stays += cold if pace.choice is None else 0
+            pace.next = pace.rounds + (lasts if pace.rounds > self.PERIOD else self._tries(load))
+        self.stays = pace.next - pace.rounds + (cold if pace.choice is None else 0)
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP or not pace.near
@@ -209,6 +202,7 @@ class Auto(Policy):
             self.tried[asked.by] += len(outcome.paths)
             self.drafted += 1
             made = counts.cuts[asked][outcome.levels]
+        self.at += 1
         self.heard = 0 if self.asleep else self.heard + 1
         self.new += len(outcome.paths) + sum(map(len, outcome.paths))
         pace = self.paces[outcome.load.rows]
@@ -224,14 +218,13 @@ class Auto(Policy):
         if not 0 < self.plain <= self.COLD:
             pace.rounds += asked == pace.choice
             pace.asked[asked] += 1
-            pace.seconds[made].append(outcome.seconds)
+            pace.clock.news.append(Timed(self.at, asked, made, outcome.seconds))
         tries = asked != pace.best or pace.woken
-        if pace.seconds[None] and (made is not None or tries or pace.debt):
-            whole, plain, lost = outcome.whole or outcome.seconds, pace.latest(None), 0.0
+        if pace.next and (made is not None or tries or pace.debt):
+            whole, plain, lost = outcome.whole or outcome.seconds, pace.clock.plain, 0.0
             if self.drafted <= self.TRY:
                 whole = outcome.seconds  # what a drafter sets up at its first draft it keeps
             if made is not None:
-                pace.beside[made] = plain
                 pace.waking += whole - outcome.seconds
             if tries:  # one round may be the machine's doing, and counts up to a bound
                 tokens = 1 + sum(map(len, outcome.paths)) / max(1, len(outcome.paths))
@@ -253,7 +246,12 @@ class Auto(Policy):
 
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
-        whole = self._seconds(pace)
+        pace.clock.settle(pace.best)
+        self.shares_P = pace.clock.shares_P
+        whole = pace.clock.seconds()
+        whole = {
+            plan: each * (1 + self.BESIDE * (plan is not None)) for plan, each in whole.items()
+        }
         prompt = self.prompt * self.answers / self.emitted if self.prompt < math.inf else 0.0
         tokens: dict[Plan | None, float] = {None: 1.0}
         seconds: dict[Plan | None, float] = {None: whole[None]}
@@ -271,7 +269,7 @@ class Auto(Policy):
         spent = pace.took * (1 + self.BESIDE) + load.rows * pace.gave * prompt
         leads, pace.gave, pace.took = pace.gave > rates[best] * spent, 0.0, 0.0
         if leads and pace.choice not in (None, best):
-            return pace.choice, self.TRY
+            return pace.choice, self._tries(load)
         over = (pace.rounds - pace.next) // self.PERIOD  # as calls have it
         pace.due, pace.token = pace.due - 1 - over, 1 / rates[best]
         woken, pace.woken = pace.woken, False
@@ -284,65 +282,51 @@ class Auto(Policy):
             new = [plan for plan in self.plans if self.tried[plan.by] < self.LEARN]
             second = max(new, key=lambda plan: rates[plan], default=None)
             if second is not None and rates[second] >= self.FAR * rates[None]:
-                return second, self.TRY
+                return second, self._tries(load)
         if pace.due > 0:
             # To choose, and a call more, takes what a small model's round does.
             longest = self.REST if best is None else self.STAY
-            periods = min(pace.due, longest if pace.rounds > self.PERIOD else 1)
+            periods = min(pace.due, longest, max(1, pace.rounds // self.PERIOD))
             pace.due -= periods - 1
             return best, periods * self.PERIOD
         if best is None and others and self.heard < NAP and not woken:
             # The drafter hears first of what it is to go on from.
             pace.due, pace.woken = 1, True
             return None, NAP - self.heard
-        if best is not None and pace.every in (4 * self.EVERY, self.SELDOM):
-            # Timed anew, however slow they were: what a spell of the machine's said must not last.
-            pace.seconds[None].clear()
-            pace.asked[None] = 0
-        if best is not None and 0 < len(pace.seconds[None]) <= self.PLAIN:
-            pace.due = 1  # the trial comes after them
-            return None, self.PLAIN  # so few may all have been slow ones
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         pace.near = bool(self._near(pace, rates))
+        again = math.log2(pace.rounds / (self.REST * self.PERIOD)) * self.TRY
+        if best is not None and pace.asked[None] < self.PLAIN + again:
+            # However slow they seemed: what a spell of the machine's said must not last.
+            return None, self.TRY
         if not others:
             return best, self.PERIOD
-        other = min(others, key=lambda p: (min(pace.asked[p], self.WATCH), -rates[p]))
-        return other, self.PERIOD if other is None else self.TRY
+        most = {p: rates[p] * self._more(pace, p, tokens[p]) for p in others}
+        other = max(most, key=lambda plan: most[plan])
+        if most[other] > rates[best]:  # soon again, until it is known
+            pace.due = pace.every = min(pace.every, 2 * self.EVERY)
+        return other, self.PERIOD if other is None else self._tries(load)
+
+    def _tries(self, load: Load) -> int:
+        """Rounds of a trial: of many rows one tells enough."""
+        return self.TRY if load.rows < self.LEARN else 1
+
+    def _more(self, pace: Pace, plan: Plan | None, tokens: float) -> float:
+        """How many times the rate it seems to have a tree may have, by one deviation."""
+        variance = pace.clock.variance(plan, pace.best)
+        if plan is None:
+            return math.exp(math.sqrt(variance))
+        often = self.counts[plan.by].reached_D[0]  # that it draws a blank is known
+        drafted = max(1, min(self.tried[plan.by], self.KNOWN))
+        more = math.exp(math.sqrt((tokens - 1) / tokens**2 / drafted + often**2 * variance))
+        return more if pace.asked[plan] else more * (2 - 1 / tokens)  # may keep twice as much
 
     def _near(self, pace: Pace, rates: dict[Plan | None, float]) -> list[Plan | None]:
         """What is to be tried beside the best, if it were now."""
         least = rates[pace.best] * (self.FAR if pace.every == self.SELDOM else self.NEAR)
         return [plan for plan in rates if plan != pace.best and rates[plan] >= least]
 
-    def _seconds(self, pace: Pace) -> dict[Plan | None, float]:
-        """Of a round of every plan, and of none."""
-        known = {p: pace.latest(p) for p, each in pace.seconds.items() if each}
-        plain = known[None]
-        for p, then in pace.beside.items():
-            if p in known and plain < (1 - self.SPELL) * then:
-                known[p] *= plain / then
-        # Least squares of relative seconds, drawn to the shares known before.
-        tried = [i for i, plan in enumerate(self.plans) if plan in known]
-        work_PX = self.work_PX[tried]
-        more_P = np.array([known[self.plans[i]] / plain - 1 for i in tried])
-        pull = self.PRIOR / np.maximum(self.SHARES, self.SHARES.max() / 3) ** 2
-        left_XX = work_PX.T @ work_PX + np.diag(pull)
-        found_X = np.linalg.solve(left_XX, work_PX.T @ more_P + pull * self.shares)
-        self.shares = np.maximum(found_X, 0)
-        guess_P = plain * (1 + self.work_PX @ self.shares)
-        nothing = {counts.nothing: plain for counts in self.counts.values()}
-        whole = nothing | dict(zip(self.plans, guess_P.tolist(), strict=True)) | known
-        return {p: s * (1 + self.BESIDE * (p is not None)) for p, s in whole.items()}
-
 
 def faded(mean: float, new: float) -> float:
     """With the mean of before, 0 where there was none."""
     return FADES * mean + (1 - FADES) * new if mean else new
-
-
-def work(plan: Plan) -> np.ndarray:
-    """What a round does beside a plain one: whether it drafts, its draft calls, drafted tokens.
-    What other `ways` draft costs nothing until it is verified.
-    """
-    calls = (0.0, 0.0) if plan.by else (1.0, plan.levels)
-    return np.array([*calls, plan.nodes - 1])

@@ -1,12 +1,14 @@
 """Policies that ask how much there is to do, against machines and drafts that are known."""
 
-from collections import Counter, defaultdict, deque
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.choice import make_policy
+from draftsmith.decode.policies.clock import Clock
 from draftsmith.decode.policies.load import Auto
 from draftsmith.decode.policies.policy import Costs, Load, Outcome, Policy
 from draftsmith.decode.tree_shapes import DynamicTree, Plan, chain_plan
@@ -169,10 +171,15 @@ def test_plain_rounds_right_after_a_draft_say_nothing(
         since = 0 if plan is not None else since + 1
         return 1.5 if plan is not None else 1.3 if since <= 2 else 1.0
 
-    policy, told = Auto(chain_plan(2)), set()
+    policy, told, settle = Auto(chain_plan(2)), set(), Clock.settle
+
+    def hears(clock: Clock, best: Plan | None) -> None:
+        told.update(one.seconds for one in clock.news if one.made is None)
+        settle(clock, best)
+
+    monkeypatch.setattr(Clock, "settle", hears)
     for seed in range(40):
         decoded(policy, 1, seconds, [0.45, 0.45], jitter=0.0, count=25, seed=seed)
-        told |= set(policy.paces[1].seconds[None])
     assert told == ({1.0} if counted else {1.0, 1.3})
 
 
@@ -228,8 +235,7 @@ def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_trie
     how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
     decoded(*how, [0.1], count=3000, jitter=0.0)
     assert all(naps[100:])
-    drafted, policy.shares = 1.05, 2 * policy.SHARES
-    policy.paces[1].seconds = defaultdict(deque, {None: deque([1.0])})
+    drafted, policy.paces[1].clock = 1.05, Clock(policy.timed, np.array([0, 0, math.log(1.4)]))
     assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
 
 
