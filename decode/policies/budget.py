@@ -176,7 +176,8 @@ class Shares(Auto):
             token = float(np.clip((longer + token * lean) / (more + lean), 0, plain / rows))
         rate = part[:, 2].sum() / part[:, 0].sum()
         self.tolls[rows] = Toll(token, max(rate, outcome.load.running / plain))
-        return outcome._replace(seconds=seconds + token * (part[:, 1].mean() - tokens))
+        charged = seconds + token * (part[:, 1].mean() - tokens)
+        return outcome._replace(seconds=max(charged, seconds / 2))
 
 
 class Tetris(Policy):

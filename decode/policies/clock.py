@@ -6,7 +6,7 @@ Shapes: P plans, X = 1 + P: the machine's time, then the plans'.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -48,72 +48,79 @@ class Clock:
     meanwhile, and what one plan takes tells of its like, by `work`.
 
     Where it fails, as the machine's time leaps: what is `WILD` deviations from what was expected is
-    left out if it is one round's. If more say so, that time may be any; in the `NEWS` rounds after
-    a change of plans, the share of what is tried beside the best too: it alone where that takes
-    longer. The best one's rounds after a trial tell: if they are as far off as the trial was first,
-    that was the machine. What takes less than expected may never be asked about again.
+    left out if one round was so slow. If more say so, that time may be any; in the `NEWS` rounds
+    after a change of plans the share of what is tried beside the best too, it alone where that
+    takes longer. The best one's rounds after a trial tell: if they are as far off as the trial was
+    first, that was the machine. What takes less than expected may never be asked about again.
 
-    Rounds are heard of by `WINDOW`, the median of each plan's, when someone wants to know.
+    Rounds are counted when someone wants to know, `NEWS` of them and then by `WINDOW`, the median
+    of each plan's.
     """
 
     WALK, AGE = 0.02**2, 1e-5  # what a round adds to the variance of the machine's time, of a share
     NOISE, OWN = 0.08**2, 0.08**2  # variance of a round, of a share beside what `work` says
-    WILD, NEWS, WINDOW = 3.0, 4, 8
+    WILD, NEWS, WINDOW = 3.0, 4, 16
 
-    def __init__(self, plans: Sequence[Plan | None], shares_P: np.ndarray) -> None:
-        """plans: the first of them plain; shares_P: logarithms, expected before any is timed."""
+    def __init__(self, plans: Sequence[Plan | None]) -> None:
+        """plans: the first of them plain."""
         self.at, self.index = 0, {plan: i for i, plan in enumerate(plans, 1)}
-        self.mean_X = np.concatenate([[0.0], shares_P])
-        work_PX = np.stack([work(plan) for plan in plans]) * DOUBT / np.exp(shares_P)[:, None]
+        work_PX = np.stack([work(plan) for plan in plans])
+        share_P = 1 + work_PX @ SHARES
+        self.mean_X, work_PX = np.log([1.0, *share_P]), work_PX * DOUBT / share_P[:, None]
         self.cov_XX = np.zeros((1 + len(plans), 1 + len(plans)))
         self.cov_XX[1:, 1:] = work_PX @ work_PX.T + self.OWN * np.eye(len(plans))
         self.cov_XX[1], self.cov_XX[:, 1], self.cov_XX[0, 0] = 0, 0, ANY
         self.age_X = np.array([self.WALK, 0, *[self.AGE] * (len(plans) - 1)])
         self.news: list[Timed] = []  # not counted yet
         self.asked: list[Plan | None] = [None, None]  # before, and now
-        self.since, self.odd = self.NEWS, 0  # rounds since then; the sign of what was left out last
+        self.since, self.odd = self.NEWS, False  # rounds since; whether the last was left out
         self.first = 0.0  # how far off the last trial began
 
     def settle(self, best: Plan | None) -> None:
         """Count the rounds of `news`."""
-        for _, some in groupby(self.news, lambda one: (one.at // self.WINDOW, one.asked)):
-            by_plan = defaultdict[Plan | None, list[Timed]](list)
-            for one in some:
-                by_plan[one.made].append(one)
-            if one.asked != self.asked[1]:
-                self.asked, self.since = [self.asked[1], one.asked], 0
-                self.first *= one.asked == best
-            tried = self.asked[one.asked != best]
-            for each in by_plan.values():
-                median = sorted(each, key=lambda one: one.seconds)[(len(each) - 1) // 2]
-                self._count(median._replace(at=one.at), len(each), tried)
-                self.since += len(each)
+        for asked, some in groupby(self.news, lambda one: one.asked):
+            if asked != self.asked[1]:
+                self.asked, self.since = [self.asked[1], asked], 0
+                self.first *= asked == best
+            tried, rounds = self.asked[asked != best], list(some)
+            for start, end in pairwise(
+                [0, *range(self.NEWS, len(rounds), self.WINDOW), len(rounds)]
+            ):
+                by_plan = defaultdict[Plan | None, list[float]](list)
+                for one in rounds[start:end]:
+                    by_plan[one.made].append(one.seconds)
+                for made, each in by_plan.items():
+                    each.sort()
+                    median = each[(len(each) - 1) // 2]
+                    self._count(rounds[end - 1].at, made, median, len(each), tried)
+                self.since += end - start
         self.news.clear()
 
-    def _count(self, one: Timed, rounds: int, tried: Plan | None) -> None:
+    def _count(
+        self, at: int, made: Plan | None, seconds: float, rounds: int, tried: Plan | None
+    ) -> None:
         """Take in the median of so many rounds."""
-        i, cov_XX = self.index[one.made], self.cov_XX
-        cov_XX.flat[:: len(cov_XX) + 1] += (one.at - self.at) * self.age_X
-        self.at, before, self.odd = one.at, self.odd, 0
-        off = math.log(one.seconds) - self.mean_X[0] - self.mean_X[i]
-        if not self.since and one.made == tried:
+        i, cov_XX = self.index[made], self.cov_XX
+        cov_XX.flat[:: len(cov_XX) + 1] += (at - self.at) * self.age_X
+        self.at, before, self.odd = at, self.odd, False
+        off = math.log(seconds) - self.mean_X[0] - self.mean_X[i]
+        if not self.since and made == tried:
             self.first = off
         with_X = cov_XX[0] + cov_XX[i]
         variance = with_X[0] + with_X[i] + self.NOISE / rounds
         if (wild := off * off / self.WILD**2 - variance) > 0:
             new = self.since < self.NEWS
-            slow = new and one.made == tried and off > 0
-            self.odd = 0 if slow else int(math.copysign(1, off))
-            if self.odd and rounds == 1 and before != self.odd:
+            if rounds == 1 and off > 0 and not (before or (new and made == tried)):
+                self.odd = True
                 return
-            for doubt_X in self._doubts(new, one.made == tried, off, tried):
+            for doubt_X in self._doubts(new, made == tried, off, tried):
                 cov_XX += wild * np.outer(doubt_X, doubt_X)
             with_X = cov_XX[0] + cov_XX[i]
             variance = with_X[0] + with_X[i] + self.NOISE / rounds
         self.mean_X += with_X * (off / variance)
         cov_XX -= np.outer(with_X, with_X) / variance
         least = 1 + int(self.mean_X[1:].argmin())
-        if self.mean_X[least] < 0:  # nothing takes less than a plain round
+        if self.mean_X[least] < 0:  # nothing takes less than a plain round, so it's drawn back
             self.mean_X -= cov_XX[least] * self.mean_X[least] / (cov_XX[least, least] + self.NOISE)
 
     def _doubts(self, new: bool, trial: bool, off: float, tried: Plan | None) -> list[np.ndarray]:
@@ -128,11 +135,6 @@ class Clock:
         if self.first * off > off * off / 2:  # the trial was as far off: it was the machine by then
             return [machine_X - share_X]
         return [machine_X, share_X]
-
-    @property
-    def shares_P(self) -> np.ndarray:
-        """Logarithms of what each plan takes of a plain round's seconds."""
-        return self.mean_X[1:]
 
     @property
     def plain(self) -> float:

@@ -8,10 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from draftsmith.decode.drafting.owed import NAP
-from draftsmith.decode.policies.clock import SHARES, Clock, Timed, work
+from draftsmith.decode.policies.clock import Clock, Timed
 from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
 from draftsmith.decode.policies.priced import Counts, counts_of
 from draftsmith.decode.tree_shapes import Plan
@@ -61,12 +59,13 @@ def read_table(text: str, most: int) -> Ranges:
 class Pace:
     """Of rounds with so many rows: what each tree takes, how often each was asked for, and how many
     rounds of what was chosen were timed; the tree now, the one held best, the round of the next
-    choice (0 before the first), and periods until another tree is tried; near: whether there is one
-    to try; woken: that the drafter was, for it; token: seconds that a row's token took by the best
-    at the last choice; debt: those that trials lost, less their share of all seconds; gave, took: a
-    row's tokens and seconds in the trial that goes on; stayed, usual: rounds since there are so
-    many rows, and the mean of before; waking, wakes: seconds beyond their own of the drafts since
-    the last round without, and the mean of before.
+    choice (0 before the first), and periods until another tree is tried; anew: the round from which
+    plain ones are to be timed again; near: whether there is another tree to try; woken: that the
+    drafter was, for it; token: seconds that a row's token took by the best at the last choice;
+    debt: those that trials lost, less their share of all seconds; gave, took: a row's tokens and
+    seconds in the trial that goes on; stayed, usual: rounds since there are so many rows, and the
+    mean of before; waking, wakes: seconds beyond their own of the drafts since the last round
+    without, and the mean of before.
     """
 
     clock: Clock
@@ -77,6 +76,7 @@ class Pace:
     next: int = 0
     due: int = 0
     every: int = 0
+    anew: int = 0
     near: bool = True
     woken: bool = False
     token: float = 0.0
@@ -119,11 +119,13 @@ class Auto(Policy):
     best by most, then half as often each time that this changes nothing, but after twice `EVERY`
     while it may be the best by one deviation; for longer while it gives more than the best one
     promises.
-    Plain rounds are timed anew each time there have been twice as many rounds. Where no tree is
+    Plain rounds are timed anew each time there have been twice as many rounds, at most `SELDOM`
+    periods apart. Where no tree is
     that good, and long before a trial, the drafter sleeps; before one it hears of `NAP` rounds.
     What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits until that
-    is no more than `FREE` plain rounds beyond it. A drafter that is awake takes in each prompt:
-    that is shared out over an answer's tokens, as many as recent answers had.
+    is no more than `FREE` plain rounds beyond it, fewer of more than `LEARN` rows. A drafter that
+    is awake takes in each prompt: that is shared out over an answer's tokens, as many as recent
+    answers had.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -163,11 +165,10 @@ class Auto(Policy):
         self.counts[plan.by] = counts_of(plan)
         self.plans = *self.counts[plan.by].plans, *self.plans
         self.timed = None, *(counts.nothing for counts in self.counts.values()), *self.plans
-        self.shares_P = np.log1p(np.stack([work(part) for part in self.timed]) @ SHARES)
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
-        return Pace(Clock(self.timed, self.shares_P), due=self.EVERY, every=self.EVERY)
+        return Pace(Clock(self.timed), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         pace, self.asleep = self.paces[load.rows], False
@@ -213,7 +214,7 @@ class Auto(Policy):
         self.plain = 0 if asked is not None else self.plain + 1
         if asked is None:
             pace.woke()
-        if outcome.seconds is None:
+        if outcome.seconds is None or outcome.seconds <= 0:
             return
         if not 0 < self.plain <= self.COLD:
             pace.rounds += asked == pace.choice
@@ -247,7 +248,6 @@ class Auto(Policy):
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
         pace.clock.settle(pace.best)
-        self.shares_P = pace.clock.shares_P
         whole = pace.clock.seconds()
         whole = {
             plan: each * (1 + self.BESIDE * (plan is not None)) for plan, each in whole.items()
@@ -264,6 +264,8 @@ class Auto(Policy):
             seconds[plan] += load.rows * tokens[plan] * prompt + waking
         rates = {plan: tokens[plan] / each for plan, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
+        if pace.best is None:
+            pace.anew = pace.rounds + self.REST * self.PERIOD
         if best != pace.best:
             pace.best, pace.due, pace.every = best, self.EVERY, self.EVERY
         spent = pace.took * (1 + self.BESIDE) + load.rows * pace.gave * prompt
@@ -274,7 +276,8 @@ class Auto(Policy):
         pace.due, pace.token = pace.due - 1 - over, 1 / rates[best]
         woken, pace.woken = pace.woken, False
         if pace.due <= 0 and not woken:  # what it was woken for is paid for already
-            owed = pace.debt - self.FREE * whole[None]
+            free = self.FREE * min(1.0, self.LEARN / load.rows)
+            owed = pace.debt - free * whole[None]
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
@@ -295,9 +298,9 @@ class Auto(Policy):
             return None, NAP - self.heard
         pace.due = pace.every = min(2 * pace.every, self.SELDOM)
         pace.near = bool(self._near(pace, rates))
-        again = math.log2(pace.rounds / (self.REST * self.PERIOD)) * self.TRY
-        if best is not None and pace.asked[None] < self.PLAIN + again:
+        if best is not None and pace.rounds >= pace.anew:
             # However slow they seemed: what a spell of the machine's said must not last.
+            pace.anew = pace.rounds + min(pace.rounds, self.SELDOM * self.PERIOD)
             return None, self.TRY
         if not others:
             return best, self.PERIOD
@@ -308,8 +311,8 @@ class Auto(Policy):
         return other, self.PERIOD if other is None else self._tries(load)
 
     def _tries(self, load: Load) -> int:
-        """Rounds of a trial: of many rows one tells enough."""
-        return self.TRY if load.rows < self.LEARN else 1
+        """Rounds of a trial: of many rows one tells enough, but of a drafter's first drafts."""
+        return self.TRY if load.rows < self.LEARN or self.drafted < self.TRY else 1
 
     def _more(self, pace: Pace, plan: Plan | None, tokens: float) -> float:
         """How many times the rate it seems to have a tree may have, by one deviation."""
