@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.clock import Clock, Timed
 from draftsmith.decode.policies.policy import ALONE, MANY, Load, Outcome, Policy
-from draftsmith.decode.policies.priced import Counts, counts_of
+from draftsmith.decode.policies.priced import Counts, Rated, counts_of
 from draftsmith.decode.tree_shapes import Plan
 
 FADES = 0.9  # of a mean's past, at each new figure
@@ -116,12 +116,12 @@ class Auto(Policy):
     most `START` tokens in all, and until rows have drafted `LEARN` times in a way what seems `FAR`
     as good as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do.
     Of trees nearly as good as the best one is tried after `EVERY` periods, that which may be the
-    best by most, then half as often each time that this changes nothing, but after twice `EVERY`
-    while it may be the best by one deviation; for longer while it gives more than the best one
-    promises.
+    best by most, then half as often each time that this changes nothing, but after four times
+    `EVERY` while it may be the best by one deviation, twice where it is new; for longer while it
+    gives more than the best one promises.
     Plain rounds are timed anew each time there have been twice as many rounds, at most `SELDOM`
-    periods apart. Where no tree is
-    that good, and long before a trial, the drafter sleeps; before one it hears of `NAP` rounds.
+    periods apart. Where no tree is that good, and long before a trial, the drafter sleeps; before
+    one it hears of `NAP` rounds.
     What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits until that
     is no more than `FREE` plain rounds beyond it, fewer of more than `LEARN` rows. A drafter that
     is awake takes in each prompt: that is shared out over an answer's tokens, as many as recent
@@ -135,7 +135,7 @@ class Auto(Policy):
     """
 
     PLAIN, START, LEARN, PERIOD, TRY = 5, 32, 16, 8, 2
-    REST, STAY = 16, 6  # periods at most from one choice to the next, of nothing and of a tree
+    REST, STAY = 16, 16  # periods at most from one choice to the next, of nothing and of a tree
     EVERY, SELDOM = 4, 128
     PAID, FREE, MOST = 0.005, 6.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
@@ -189,7 +189,7 @@ class Auto(Policy):
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
             self.asleep = rounds > NAP or not pace.near
-            self.stays = max(self.stays, NAP)  # a call isn't cut for a choice
+            self.stays = max(self.stays, 2 * NAP)  # a call isn't cut for a choice
         return pace.choice
 
     def will_draft(self, load: Load) -> bool:
@@ -247,21 +247,8 @@ class Auto(Policy):
 
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:
         """The tree to go on with, and for how many rounds."""
-        pace.clock.settle(pace.best)
-        whole = pace.clock.seconds()
-        whole = {
-            plan: each * (1 + self.BESIDE * (plan is not None)) for plan, each in whole.items()
-        }
         prompt = self.prompt * self.answers / self.emitted if self.prompt < math.inf else 0.0
-        tokens: dict[Plan | None, float] = {None: 1.0}
-        seconds: dict[Plan | None, float] = {None: whole[None]}
-        for counts in self.counts.values():
-            promised, took = counts.weighed(whole)
-            tokens, seconds = tokens | promised, seconds | took
-        waking = pace.wakes / max(pace.usual, pace.stayed, 1)
-        for plan in self.plans:  # as the slowest row has it, its share of the prompt with it
-            tokens[plan] = 1 + (1 - load.lag) * (tokens[plan] - 1)
-            seconds[plan] += load.rows * tokens[plan] * prompt + waking
+        tokens, seconds = self._weighed(pace, load, prompt)
         rates = {plan: tokens[plan] / each for plan, each in seconds.items()}
         best = max(rates, key=lambda plan: rates[plan])
         if pace.best is None:
@@ -277,7 +264,7 @@ class Auto(Policy):
         woken, pace.woken = pace.woken, False
         if pace.due <= 0 and not woken:  # what it was woken for is paid for already
             free = self.FREE * min(1.0, self.LEARN / load.rows)
-            owed = pace.debt - free * whole[None]
+            owed = pace.debt - free * seconds[None]
             pace.due = max(0, math.ceil(owed / (self.PAID * self.PERIOD * seconds[best])))
         others = self._near(pace, rates)
         pace.near = bool(others)
@@ -307,8 +294,24 @@ class Auto(Policy):
         most = {p: rates[p] * self._more(pace, p, tokens[p]) for p in others}
         other = max(most, key=lambda plan: most[plan])
         if most[other] > rates[best]:  # soon again, until it is known
-            pace.due = pace.every = min(pace.every, 2 * self.EVERY)
+            soon = 4 * self.EVERY if pace.asked[other] else 2 * self.EVERY
+            pace.due = pace.every = min(pace.every, soon)
         return other, self.PERIOD if other is None else self._tries(load)
+
+    def _weighed(self, pace: Pace, load: Load, prompt: float) -> tuple[Rated, Rated]:
+        """Tokens of a row's round of each plan, and of none, and its seconds."""
+        pace.clock.settle(pace.best)
+        whole = pace.clock.seconds()
+        whole = {p: each * (1 + self.BESIDE * (p is not None)) for p, each in whole.items()}
+        tokens, seconds = Rated({None: 1.0}), Rated({None: whole[None]})
+        for counts in self.counts.values():
+            promised, took = counts.weighed(whole)
+            tokens, seconds = tokens | promised, seconds | took
+        waking = pace.wakes / max(pace.usual, pace.stayed, 1)
+        for plan in self.plans:  # as the slowest row has it, its share of the prompt with it
+            tokens[plan] = 1 + (1 - load.lag) * (tokens[plan] - 1)
+            seconds[plan] += load.rows * tokens[plan] * prompt + waking
+        return tokens, seconds
 
     def _tries(self, load: Load) -> int:
         """Rounds of a trial: of many rows one tells enough, but of a drafter's first drafts."""

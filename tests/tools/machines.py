@@ -1,7 +1,6 @@
 """Machines and drafts that are known, for policies to decode with."""
 
 from collections.abc import Callable, Iterator
-from itertools import repeat
 
 import numpy as np
 
@@ -52,12 +51,9 @@ def decoded(
     jitter: float = 0.05,
     count: int = ROUNDS,
     around: float = 0.0,
-    machine: Iterator[float] | None = None,
 ) -> float:
-    """Tokens a second of a row. around: what a drafted round takes that isn't told as its own;
-    machine: how many times as long each round is told to have taken, which isn't counted.
-    """
-    noise, machine = np.random.default_rng(seed), machine or repeat(1.0)
+    """Tokens a second of a row. around: what a drafted round takes that isn't told as its own."""
+    noise = np.random.default_rng(seed)
     tokens = took = 0.0
     for _ in range(count):
         plan = policy.next_plan(Load(rows, rows))
@@ -66,7 +62,7 @@ def decoded(
         tokens += 1 + sum(map(len, paths)) / rows
         beside = 0.0 if plan is None else around
         took += this + beside
-        measured = this * (1 + jitter * noise.exponential()) * next(machine)
+        measured = this * (1 + jitter * noise.exponential())
         levels = 0 if plan is None else plan.levels
         told = plan, levels, paths, None, Load(rows, rows), measured, None, measured + beside
         policy.observe(Outcome(*told))
