@@ -38,7 +38,7 @@ class Counts:
     Shapes: D levels.
     """
 
-    MEMORY, LEAN = 0.998, 8.0  # of each row that is heard of
+    MEMORY, LEAN = 0.995, 8.0  # of each row that is heard of
 
     def __init__(self, plan: Plan, shape: tuple[int, int]) -> None:
         self.plans = parts(plan)
