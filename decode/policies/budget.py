@@ -176,6 +176,7 @@ class Shares(Auto):
             token = float(np.clip((longer + token * lean) / (more + lean), 0, plain / rows))
         rate = part[:, 2].sum() / part[:, 0].sum()
         self.tolls[rows] = Toll(token, max(rate, outcome.load.running / plain))
+        # While a token's seconds are overestimated, no round may come to nothing or less.
         charged = seconds + token * (part[:, 1].mean() - tokens)
         return outcome._replace(seconds=max(charged, seconds / 2))
 

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -90,9 +91,7 @@ class Clock:
                 for one in rounds[start:end]:
                     by_plan[one.made].append(one.seconds)
                 for made, each in by_plan.items():
-                    each.sort()
-                    median = each[(len(each) - 1) // 2]
-                    self._count(rounds[end - 1].at, made, median, len(each), tried)
+                    self._count(rounds[end - 1].at, made, median_low(each), len(each), tried)
                 self.since += end - start
         self.news.clear()
 

@@ -135,7 +135,7 @@ class Auto(Policy):
     """
 
     PLAIN, START, LEARN, PERIOD, TRY = 5, 32, 16, 8, 2
-    REST, STAY = 16, 16  # periods at most from one choice to the next, of nothing and of a tree
+    REST = 16  # periods at most from one choice to the next
     EVERY, SELDOM = 4, 128
     PAID, FREE, MOST = 0.005, 6.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
@@ -164,11 +164,11 @@ class Auto(Policy):
         """All parts of this tree; the largest of the first one stays the last."""
         self.counts[plan.by] = counts_of(plan)
         self.plans = *self.counts[plan.by].plans, *self.plans
-        self.timed = None, *(counts.nothing for counts in self.counts.values()), *self.plans
         self.paces: defaultdict[int, Pace] = defaultdict(self._pace)
 
     def _pace(self) -> Pace:
-        return Pace(Clock(self.timed), due=self.EVERY, every=self.EVERY)
+        nothing = (counts.nothing for counts in self.counts.values())
+        return Pace(Clock([None, *nothing, *self.plans]), due=self.EVERY, every=self.EVERY)
 
     def next_plan(self, load: Load = ALONE) -> Plan | None:
         pace, self.asleep = self.paces[load.rows], False
@@ -275,8 +275,7 @@ class Auto(Policy):
                 return second, self._tries(load)
         if pace.due > 0:
             # To choose, and a call more, takes what a small model's round does.
-            longest = self.REST if best is None else self.STAY
-            periods = min(pace.due, longest, max(1, pace.rounds // self.PERIOD))
+            periods = min(pace.due, self.REST, max(1, pace.rounds // self.PERIOD))
             pace.due -= periods - 1
             return best, periods * self.PERIOD
         if best is None and others and self.heard < NAP and not woken:

@@ -21,10 +21,6 @@ def took(rows: int, plan: Plan | None) -> float:
     return TRUE[plan]
 
 
-def new_clock() -> Clock:
-    return Clock(PLANS)
-
-
 def told(clock: Clock, asked: list[Plan | None], seconds: list[float], best: Plan | None) -> None:
     """Of rounds that go on from the last."""
     at = clock.at + 1
@@ -52,7 +48,7 @@ def test_plans_are_told_apart_whatever_the_machine_does(length: int) -> None:
     """The best for 48 rounds, two others for 2, in spells and with noise, and interrupted."""
     off, deviation = [], []
     for seed in range(4):
-        clock, noise, machine = new_clock(), np.random.default_rng(seed), spells(length, seed)
+        clock, noise, machine = Clock(PLANS), np.random.default_rng(seed), spells(length, seed)
         for turn in range(150):
             plan, count = (PLANS[noise.integers(len(PLANS))], 2) if turn % 3 else (BEST, 48)
             slow = [next(machine) * (1 + 0.05 * noise.exponential()) for _ in range(count)]
@@ -66,7 +62,7 @@ def test_plans_are_told_apart_whatever_the_machine_does(length: int) -> None:
 
 
 def test_what_one_plan_takes_tells_of_its_like() -> None:
-    clock = new_clock()
+    clock = Clock(PLANS)
     told(clock, [None] * 8, [1.0] * 8, None)
     before = share(clock, PLANS[5])
     told(clock, [PLANS[8]] * 2, [6.0] * 2, None)
@@ -78,7 +74,7 @@ def test_what_one_plan_takes_tells_of_its_like() -> None:
 
 
 def test_an_interruption_is_left_out_and_a_spell_is_the_machine_s() -> None:
-    clock = new_clock()
+    clock = Clock(PLANS)
     told(clock, [None] * 16 + [PLANS[2]] * 16, [1.0] * 16 + [1.5] * 16, None)
     before = share(clock, PLANS[2])
     for _ in range(3):  # one round a time, as they come
@@ -93,7 +89,7 @@ def test_an_interruption_is_left_out_and_a_spell_is_the_machine_s() -> None:
 @pytest.mark.parametrize("begins", ["with the trial", "after it"])
 def test_a_trial_at_a_spell_s_beginning_is_found_out(begins: str) -> None:
     """By the best one's rounds after it; a plan that is slow by itself stays so."""
-    clock, best = new_clock(), PLANS[2]
+    clock, best = Clock(PLANS), PLANS[2]
     told(clock, [None] * 16 + [best] * 48, [1.0] * 16 + [1.5] * 48, best)
     trial = 2.0 if begins == "with the trial" else 1.0
     told(clock, [PLANS[3]] * 2, [1.8 * trial] * 2, best)

@@ -234,7 +234,7 @@ def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_trie
     how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
     decoded(*how, [0.1], count=3000, jitter=0.0)
     assert all(naps[100:])
-    drafted, policy.paces[1].clock = 1.05, Clock(policy.timed)
+    drafted, policy.paces[1].clock = 1.05, policy._pace().clock
     assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
 
 
