@@ -5,9 +5,10 @@
 A BPE of Spec-Bench's questions is the foreign tokenizer. The same draft is trained on the same text
 with it and with the target's (`upper`), and decodes the same held-out prompts in fp32, a chain of K
 tokens a round: by the tokens in common (tli), by text (slem), by the cache of n-grams (omni),
-and by the latter after it learned online from a stream of other prompts. closed:
-(tau - tau of tli) / (tau of upper - tau of tli), its interval over prompts. What is trained stays
-in `trained`; rows and page: <out>/omni.*
+and by the latter after it learned online from a stream of other prompts. `upper, in common` is
+`upper` that drafts tokens in common alone, as much as any draft may give that is held to these.
+closed: (tau - tau of tli) / (tau of upper - tau of tli), its interval over prompts. What is trained
+stays in `trained`; rows and page: <out>/omni.*
 """
 
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source, write_table
@@ -24,13 +26,15 @@ from draftsmith.bench.speed.workers import launch, train
 from draftsmith.command import parse, run_command
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec
-from draftsmith.models.tokenizer import ROLES, train_bpe
+from draftsmith.models.tokenizer import ROLES, load_tokenizer, train_bpe
+from draftsmith.models.vocab_map import Spelling, VocabMap
 from draftsmith.train.run.recipe import gsm8k
 
-BASE, TOP = "tli", "upper"
+BASE, TOP, COMMON = "tli", "upper", "upper, in common"
 
 
 @dataclass
@@ -63,6 +67,8 @@ def main(argv: list[str]) -> None:
         made: dict[str, Any] = {}
         for arm, name in {"plain": None, **arms}.items():
             drafter = load_drafter(name, model, tokenizer)
+            if arm == COMMON:
+                hold_to(arms, drafter, tokenizer)
             decoder = Decoder(model, tokenizer, drafter, K=settings.K, batch_size=8)
             made[arm] = decoder.generate([one.tokens for one in asked], params)
         counted = {
@@ -82,6 +88,15 @@ def main(argv: list[str]) -> None:
     write_table(Path(settings.out), "omni", rows, page(rows))
 
 
+def hold_to(arms: dict[str, str], drafter: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a draft LM in the target's tokens draft those alone that the foreign one has."""
+    foreign = load_tokenizer(arms[BASE].partition(":")[2])
+    known = VocabMap.of(Spelling(foreign), Spelling(tokenizer))
+    kept_D = torch.tensor(sorted(known.ordinary | known.special))
+    head = drafter.runner.head
+    drafter.runner.head = VocabHead(head.weight[kept_D], kept_D, head.size)
+
+
 def trained_arms(settings: OmniBench) -> dict[str, str]:
     """Drafters by name, made where they aren't there yet."""
     place = Path(settings.trained)
@@ -94,7 +109,7 @@ def trained_arms(settings: OmniBench) -> dict[str, str]:
     train("pretrain", foreign, *common, "target.path=", f"tokenizer={words}")
     train("pretrain", upper, *common, f"target={settings.target}")
     arms = {BASE: f"tli:{foreign}", "slem": f"slem:{foreign}", "omni": f"omni+{foreign}"}
-    arms[TOP] = str(upper)
+    arms[TOP] = arms[COMMON] = str(upper)
     done = place / "online/done.json"
     if not done.exists():
         how = [f"target={settings.target}", f"drafter={arms['omni']}", *settings.online]
@@ -134,8 +149,9 @@ def page(rows: list[dict[str, Any]]) -> str:
     head = ("drafter", "temperature", "tau", "of the gap", "answers as plain decoding's")
     words = (
         f"{source(rows)} The same draft of 0.7M with a foreign BPE (tli, slem, omni) and with the "
-        f"target's own (upper), K = {rows[0]['K']}, fp32. Of the gap from tli to "
-        "upper so much is closed; 95% intervals over prompts, one training each."
+        f"target's own (upper; in common: held to tokens that the foreign one has), K = "
+        f"{rows[0]['K']}, fp32. Of the gap from tli to upper so much is closed; 95% intervals over "
+        "prompts, one training each."
     )
     return "\n".join(["# A foreign vocabulary", "", words, "", *markdown(head, body)]) + "\n"
 

@@ -71,10 +71,11 @@ class Hearing:
             each[0] = min(each[:2])
         beside = None if seconds is None else (seconds - sum(each)) / usual
         took = [(None if beside is None else own + beside, whole) for own in each]
-        if flight.plan is None and (plain := plain_rounds(host, rows)) is not None:
+        tables = host.tolist()
+        if flight.plan is None and (plain := plain_rounds(tables, rows)) is not None:
             return self._hear_plain(flight, plain, took)
         news: dict[int, News] = {}
-        for numbers, size, of_it in zip(host.tolist(), told.several, took, strict=True):
+        for numbers, size, of_it in zip(tables, told.several, took, strict=True):
             width = 2 * size[0] + 6
             table = [numbers[row * width : row * width + width] for row in range(rows)]
             for request, tokens, ended in self._hear(flight, size, table, of_it):

@@ -197,9 +197,10 @@ class Stepper:
         if drafts is None:
             return None
         span = min(span, most * nodes, 2 * (most + nodes - 1))
-        at_BM = rows.lens_B[:, None] + torch.arange(1, span + 1)
-        began = time.thread_time()
-        race_BMV = self.race(rows.seeds_B, at_BM, params)
+        began, race_BMV = time.thread_time(), None
+        if not params.greedy:
+            at_BM = rows.lens_B[:, None] + torch.arange(1, span + 1)
+            race_BMV = self.race(rows.seeds_B, at_BM, params)
         noise = time.thread_time() - began  # the longer, the more rounds there may be
         reach = most, nodes, min(round_up(top + most * nodes), batch.pool.slots)
         told = plan is None and batch.owed is not None and not self._deaf(batch, None, policy)

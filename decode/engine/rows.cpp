@@ -128,6 +128,8 @@ extern "C" int64_t several(const Round *first, int64_t most, int64_t noise, int6
     double before_it = of_thread();
     int64_t B = r.rows, N = r.nodes;
     std::vector<uint8_t> before(B);
+    std::vector<int64_t> begun(r.lens, r.lens + B);
+    r.begun = begun.data();
     for (int64_t made = 1;; made++) {
         memcpy(before.data(), r.active, B);
         r.nodes = N, r.parent = first->parent, r.depth = first->depth, r.tree_row = 0, r.sees = nullptr;

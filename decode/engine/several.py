@@ -26,6 +26,10 @@ SHARED = 64  # of all rows together: as soon as one has ended, others may take i
 NOISE = 16 << 20  # bytes at most
 
 
+class _Size(ctypes.Structure):
+    _fields_ = [("tokens", ctypes.c_int64), ("nodes", ctypes.c_int64)]
+
+
 def rounds_at_once(
     runner: Runner, rows: int, params: BatchParams, nodes: int = 1, longest: int = MOST
 ) -> tuple[int, int]:
@@ -52,7 +56,7 @@ def several(
     reach: tuple[int, int, int],
     drafts: InRounds,
     taps: Sequence[Tap] = (),
-) -> tuple[Tensor, list[list[int]], Tensor, Tensor, list[float]]:
+) -> tuple[Tensor, list[tuple[int, int]], Tensor, Tensor, list[float]]:
     """Rounds at once, until a row ends: their tables, [M, B (2 N + 4)], in each round's first
     numbers one of [B, 2 l + 4], of l <= N tokens; these, and their nodes; lengths before [M, B],
     the taps' states [M, B, N, U], likewise, and this thread's seconds for each. race_BMV: log E at
@@ -66,13 +70,13 @@ def several(
     side_MBNU = pool.kv_2LBSHE.new_empty(most, B, nodes, len(taps) * native.hidden)
     logits_BNV = torch.empty(B, nodes, runner.head.size)
     tokens_BN = rows.pending_B[:, None] if nodes == 1 else rows.lens_B.new_empty(B, nodes)
-    tree, begun_B = chain(nodes - 1, runner.device), rows.lens_B.clone()
+    tree = chain(nodes - 1, runner.device)
     given = tokens_BN, tree.parent, tree.depth, logits_BNV, race_BMV
     state = rows.lens_B, rows.pending_B, rows.rounds_B, rows.room_B, rows.active_B
-    made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, begun_B, side_MBNU
+    made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, None, side_MBNU
     round_ = round_of((*given, *state, *made_here), nodes)
-    at_2BN, sizes_M2 = rows.lens_B.new_empty(2, B, nodes), rows.lens_B.new_empty(most, 2)
-    took_M = torch.empty(most, dtype=torch.float64)
+    at_2BN = rows.lens_B.new_empty(2, B, nodes)
+    sizes_M, took_M = (_Size * most)(), (ctypes.c_double * most)()
 
     head, bare = runner.head, unfiltered(params) and runner.head.ids_D is None
 
@@ -92,27 +96,29 @@ def several(
     limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
     made = library(SOURCE).several(
         *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
-        *(*map(place, (at_2BN, sizes_M2, took_M)), *step.call, *drafts.call),
+        *(place(at_2BN), sizes_M, took_M, *step.call, *drafts.call),
     )
     if step.failed:
         raise step.failed[0]
-    tables_MX, sizes = tables_MBX[:made].flatten(1), sizes_M2[:made].tolist()
-    return tables_MX, sizes, before_MB[:made], side_MBNU[:made], took_M[:made].tolist()
+    sizes = [(each.tokens, each.nodes) for each in sizes_M[:made]]
+    return tables_MBX[:made].flatten(1), sizes, before_MB[:made], side_MBNU[:made], took_M[:made]
 
 
-def plain_rounds(host_MX: Tensor, rows: int) -> list[tuple[list[int], int]] | None:
+def plain_rounds(tables: list[list[int]], rows: int) -> list[tuple[list[int], int]] | None:
     """Of the tables of rounds without a draft, each row's tokens and whether it goes on; None where
     one is broken.
     """
-    table_XBM = host_MX.view(len(host_MX), rows, -1).permute(2, 1, 0)
-    tokens_BM, *_, n_new_BM, active_BM, bad_BM = table_XBM
-    if bad_BM.any():
-        return None
-    news = zip(tokens_BM.tolist(), n_new_BM.sum(1).tolist(), active_BM[:, -1].tolist(), strict=True)
-    return [(tokens[:count], active) for tokens, count, active in news]
+    news = [list[int]() for _ in range(rows)]
+    for numbers in tables:
+        each = [numbers[at : at + 6] for at in range(0, 6 * rows, 6)]
+        for tokens, (token, *_, n_new, active, bad) in zip(news, each, strict=True):
+            if bad:
+                return None
+            tokens += [token] * n_new
+    return [(tokens, numbers[6 * row + 4]) for row, tokens in enumerate(news)]
 
 
-def kept_of(table_X: Tensor, size: list[int], before_B: Tensor, side_BNU: Tensor) -> Kept:
+def kept_of(table_X: Tensor, size: tuple[int, int], before_B: Tensor, side_BNU: Tensor) -> Kept:
     """Of one of several rounds, whose numbers stand one after another however few it had."""
     nodes, rows, width = size[0], len(before_B), side_BNU.shape[2]
     table_BX = table_X[: rows * (2 * nodes + 4)].view(rows, -1)

@@ -96,6 +96,9 @@ class NativeBody:
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)
+        weights = [form.weight for form in self.compressed]
+        self.counted = [weight for weight in weights if not weight.is_inference()]
+        self.versions: list[int] = []  # of these, none while forms are behind them
         self._body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
             *map(pointer, self.tensors),
@@ -113,8 +116,12 @@ class NativeBody:
     @property
     def body(self) -> _Body:
         """What C++ is given; weights that have been changed are followed."""
-        for form in self.compressed:
-            form.follow()
+        versions = [weight._version for weight in self.counted]
+        if versions != self.versions:
+            for form in self.compressed:
+                form.follow()
+            settled = all(form.left is None for form in self.compressed)
+            self.versions = versions if settled else []
         self._body.threads = 1 if self.small else torch.get_num_threads()
         return self._body
 
