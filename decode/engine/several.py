@@ -26,10 +26,6 @@ SHARED = 64  # of all rows together: as soon as one has ended, others may take i
 NOISE = 16 << 20  # bytes at most
 
 
-class _Size(ctypes.Structure):
-    _fields_ = [("tokens", ctypes.c_int64), ("nodes", ctypes.c_int64)]
-
-
 def rounds_at_once(
     runner: Runner, rows: int, params: BatchParams, nodes: int = 1, longest: int = MOST
 ) -> tuple[int, int]:
@@ -76,7 +72,7 @@ def several(
     made_here = rows.stop_ids_BM, before_MB, tables_MBX, None, None, side_MBNU
     round_ = round_of((*given, *state, *made_here), nodes)
     at_2BN = rows.lens_B.new_empty(2, B, nodes)
-    sizes_M, took_M = (_Size * most)(), (ctypes.c_double * most)()
+    sizes_M2, took_M = (ctypes.c_int64 * 2 * most)(), (ctypes.c_double * most)()
 
     head, bare = runner.head, unfiltered(params) and runner.head.ids_D is None
 
@@ -96,11 +92,11 @@ def several(
     limits = most, 0 if race_BMV is None else race_BMV.shape[1], runner.context, pool.slots
     made = library(SOURCE).several(
         *(ctypes.byref(round_), *map(ctypes.c_int64, limits)),
-        *(place(at_2BN), sizes_M, took_M, *step.call, *drafts.call),
+        *(place(at_2BN), sizes_M2, took_M, *step.call, *drafts.call),
     )
     if step.failed:
         raise step.failed[0]
-    sizes = [(each.tokens, each.nodes) for each in sizes_M[:made]]
+    sizes = [(tokens, nodes) for tokens, nodes in sizes_M2[:made]]
     return tables_MBX[:made].flatten(1), sizes, before_MB[:made], side_MBNU[:made], took_M[:made]
 
 

@@ -70,13 +70,13 @@ class Compressed:
         library().compressed(ctypes.byref(self.at), ctypes.c_int64(read))
         self.read = read
 
-    def follow(self, wholly: bool = False, after: int = AFTER) -> None:
+    def follow(self, wholly: bool = False, after: int = AFTER) -> bool:
         """If the matrix has been changed, as far as torch counts that, or, wholly, in whatever way,
         for which all of it is compared: read it as it lies, and make this anew `after` so many
-        products.
+        products. Whether it is as the matrix is now.
         """
         if self.version == version(self.weight) and self.left is None and not wholly:
-            return
+            return True
         with _making:
             same = self.version == version(self.weight)
             if same and wholly and self.read:
@@ -88,6 +88,7 @@ class Compressed:
                 self.left = min(self.left, after) - 1
                 if self.left < 0:
                     self.make()
+            return self.left is None
 
 
 def room_of(shape: tuple[int, int]) -> Tensor:

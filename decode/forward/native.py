@@ -96,8 +96,7 @@ class NativeBody:
         self.front, begin = front, front or Front(None, None)
         matrices = [part for part in (*parts, begin.maps[0]) if part is not None and part.ndim > 1]
         self.compressed = compressed(matrices)
-        weights = [form.weight for form in self.compressed]
-        self.counted = [weight for weight in weights if not weight.is_inference()]
+        self.counted = [x.weight for x in self.compressed if not x.weight.is_inference()]
         self.versions: list[int] = []  # of these, none while forms are behind them
         self._body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, inner),
@@ -118,10 +117,8 @@ class NativeBody:
         """What C++ is given; weights that have been changed are followed."""
         versions = [weight._version for weight in self.counted]
         if versions != self.versions:
-            for form in self.compressed:
-                form.follow()
-            settled = all(form.left is None for form in self.compressed)
-            self.versions = versions if settled else []
+            settled = [form.follow() for form in self.compressed]
+            self.versions = versions if all(settled) else []
         self._body.threads = 1 if self.small else torch.get_num_threads()
         return self._body
 
