@@ -65,7 +65,7 @@ class LMDrafter(Drafter):
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
     ) -> None:
-        self.runner = Runner(model, vocab_size, vocab=vocab)
+        self.runner = self.deeper = Runner(model, vocab_size, vocab=vocab)
         self.context = context_of(model)
         self.vocab = vocab or DraftVocab.whole(output_head(self.runner.model)[1].shape[0])
 
@@ -205,7 +205,7 @@ class LMDrafter(Drafter):
         lens_B1 = self._own(request.lens_B)
         if frontier.depth:
             placed = frontier.tokens_BF, *frontier.placed(lens_B1, width)
-            hidden_BFH, _ = self.runner.verify(self.pool, *placed)
+            hidden_BFH, _ = self.deeper.verify(self.pool, *placed)
         else:
             hidden_BFH = self._read_tail(lens_B1, width)[:, -1:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
@@ -225,7 +225,7 @@ class EasyDrafter(LMDrafter):
         if whole.runner.leader is not None:
             raise in_parts("the target itself, side by side")
         vars(self).update(vars(whole))
-        self.coarse = side_by_side(self.runner, size)
+        self.deeper = side_by_side(self.runner, size)
 
     @classmethod
     def over(
@@ -259,19 +259,14 @@ class EasyDrafter(LMDrafter):
         at_BM = at_BM.clamp(max=self.text_BS.shape[1] - 1)
         self._take_in(self.text_BS.gather(1, at_BM), first_B1, kept)
 
-    def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
-        lens_B1 = request.lens_B[:, None]
-        if frontier.depth:
-            placed = frontier.tokens_BF, *frontier.placed(lens_B1, width)
-            hidden_BFH, _ = self.coarse.verify(self.pool, *placed)
-            return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
+    def _read_tail(self, lens_B1: Tensor, width: int) -> Tensor:
+        """The state [B, 1, H] of the pending token, after those that a round may have kept."""
         first_B1 = (lens_B1 - self.levels).clamp(min=0)
         at_BM = first_B1 + torch.arange(self.levels + 1, device=lens_B1.device)
         # What lies beyond a short text's end is written over before anything sees it.
         tokens_BM, seen = self.text_BS.gather(1, at_BM), Seen(first_B1[:, 0], width)
         hidden_BMH, _ = self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, seen)
-        hidden_B1H = picked(hidden_BMH, lens_B1 - first_B1)
-        return Fed(self.runner.logits(hidden_B1H), hidden_B1H)
+        return picked(hidden_BMH, lens_B1 - first_B1)
 
 
 class AheadDrafter(LMDrafter):

@@ -106,8 +106,8 @@ def plain_rounds(tables: list[list[int]], rows: int) -> list[tuple[list[int], in
     """
     news = [list[int]() for _ in range(rows)]
     for numbers in tables:
-        each = [numbers[at : at + 6] for at in range(0, 6 * rows, 6)]
-        for tokens, (token, _, _, n_new, _, bad) in zip(news, each, strict=True):
+        for row, tokens in enumerate(news):
+            token, _, _, n_new, _, bad = numbers[6 * row : 6 * row + 6]
             if bad:
                 return None
             tokens += [token] * n_new

@@ -120,10 +120,12 @@ class Followed(EasyDrafter):
         if self.plain:
             LMDrafter.extend(self, kept)
 
+    def _read_tail(self, lens_B1: Tensor, width: int) -> Tensor:
+        read = LMDrafter._read_tail if self.plain else EasyDrafter._read_tail
+        return read(self, lens_B1, width)
+
     def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
-        fed = (LMDrafter if self.plain and not frontier.depth else EasyDrafter)._fed(
-            self, request, frontier, width
-        )
+        fed = super()._fed(request, frontier, width)
         for row in request.active_B.nonzero()[:, 0].tolist() if frontier.depth == 0 else ():
             length = int(request.lens_B[row])
             fresh = self.runner.pool(1, length)
