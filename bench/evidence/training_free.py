@@ -47,6 +47,7 @@ class TrainingFree:
     drafters: str = ""  # name=folder, comma between
     looked: str = "ngram,suffix,recycling,stand"
     store: str = "suffix"  # the one of these that is beside drafters
+    joined: str = "+,++"  # how: side by side, fused
     target: str = field(default_factory=lambda: gsm8k("target"))
     on: str = "target"  # what its rows are called; those of others stay
     problems: str = field(default_factory=lambda: gsm8k("data"))
@@ -119,7 +120,7 @@ def every_way(settings: TrainingFree, model: Any, tokenizer: Any) -> dict[str, W
         if not folder:
             raise ValueError(f"drafters: got {part}, expected name=FOLDER,...")
         add(name, folder, int(kept_defaults(folder)["K"] or 4), folder)
-        for plus in ("+", "++"):
+        for plus in settings.joined.split(","):
             both, parts = f"{settings.store}{plus}{name}", (settings.store, name)
             try:
                 add(both, f"{settings.store}{plus}{folder}", settings.K, folder, parts)

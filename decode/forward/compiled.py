@@ -36,15 +36,16 @@ def library(source: Path = SOURCE) -> Any:
         info = Path("/proc/cpuinfo")
         cpu = info.read_text().split("\n\n")[0] if info.exists() else platform.processor()
         kind = [line for line in cpu.splitlines() if line.startswith(("model name", "flags"))]
+        flags = FLAGS + ["-DINTEL"] * ("GenuineIntel" in cpu)
         parts = [part.read_text() for part in (source, *sorted(DECODE.glob("*/*.h")))]
-        mark = hashlib.sha256("\n".join([*parts, *FLAGS, compiler, *kind]).encode())
+        mark = hashlib.sha256("\n".join([*parts, *flags, compiler, *kind]).encode())
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
         made = folder / f"{source.stem}-{mark.hexdigest()[:16]}.so"
         if not made.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as part:
                 built = Path(part) / "native.so"
-                command = [compiler, *FLAGS, "-w", str(source), "-o", str(built)]
+                command = [compiler, *flags, "-w", str(source), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, timeout=120)
                 built.replace(made)  # whole or not at all: others may be building it too
         return ctypes.CDLL(str(made))
