@@ -46,7 +46,7 @@ class OmniBench:
     K: int = 4
     prompts: int = 32
     max_new_tokens: int = 64
-    online: tuple[str, ...] = ("replay.stream=gsm8k:1000",)  # more settings of the online run
+    online: tuple[str, ...] = ("replay.stream=gsm8k:3000",)  # more settings of the online run
     threads: int = 1
     trained: str = "runs/evidence/omni"
     out: str = "docs/results"
