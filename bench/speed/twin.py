@@ -29,6 +29,7 @@ from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.heads.block import TwoTap
 from draftsmith.models.heads.eagle import tap_fields
 from draftsmith.models.heads.head import Head
 from draftsmith.models.taps import NORM, target_states
@@ -196,8 +197,14 @@ def widened_head(head: Head, small: PreTrainedModel, large: PreTrainedModel) -> 
     changed |= {} if NORM in taps else tap_fields(taps)
     about |= {name: value for name, value in changed.items() if name in about}
     made = type(head).from_json(about).eval().requires_grad_(False)
-    for name, part in head.named_modules():
-        shape.fill(part, made.get_submodule(name))
+    parts = [(part, made.get_submodule(name)) for name, part in head.named_modules()]
+    for part, wide_part in parts:
+        shape.fill(part, wide_part)
+    for part, wide_part in parts:
+        if isinstance(part, TwoTap):  # its map has groups of numbers for each of two tokens
+            both = (one.delta.weight for one in (part, wide_part))
+            small_2GH, wide_2GH = (weight.unflatten(0, (2, -1)) for weight in both)
+            wide_2GH.copy_(shape.padded(small_2GH, wide_2GH))
     return made
 
 
