@@ -6,12 +6,13 @@ A BPE of Spec-Bench's questions is the foreign tokenizer. The same draft is trai
 with it and with the target's (`upper`), and decodes the same held-out prompts in fp32, a chain of K
 tokens a round: by the tokens in common (tli), by text (slem), by the cache of n-grams (omni),
 and by the latter after it learned online from a stream of other prompts. `upper, in common` is
-`upper` that drafts tokens in common alone, as much as any draft may give that is held to these.
-closed: (tau - tau of tli) / (tau of upper - tau of tli), its interval over prompts. What is trained
-stays in `trained`; rows and page: <out>/omni.*
+`upper` that drafts tokens in common alone: what is lost by that. closed: (tau - tau of tli) / (tau
+of upper - tau of tli), its interval over prompts. What is trained stays in `trained`; rows and
+page: <out>/omni.*
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def trained_arms(settings: OmniBench) -> dict[str, str]:
     train("pretrain", upper, *common, f"target={settings.target}")
     arms = {BASE: f"tli:{foreign}", "slem": f"slem:{foreign}", "omni": f"omni+{foreign}"}
     arms[TOP] = arms[COMMON] = str(upper)
-    done = place / "online/done.json"
+    done = place / re.sub(r"\W+", "-", "-".join(("online", *settings.online))) / "done.json"
     if not done.exists():
         how = [f"target={settings.target}", f"drafter={arms['omni']}", *settings.online]
         launch("online", "recipe=online/omni", f"out={done.parent}", *how)
