@@ -232,7 +232,7 @@ class EasyDrafter(LMDrafter):
         cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
     ) -> "LMDrafter":
         """Of a name's group size and the LM of its folder; ValueError for others."""
-        if not isinstance(own, LMDrafter) or not says.isdecimal() or int(says) < 1:
+        if type(own) is not LMDrafter or own.reads or not says.isdecimal() or int(says) < 1:
             raise ValueError(
                 f"drafter: got easy:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
                 "expected easy:G+FOLDER, groups of 1 layer or more of a draft LM"

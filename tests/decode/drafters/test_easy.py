@@ -182,6 +182,7 @@ def test_names_that_say_nothing(
         ("easy:3", "kind None, expected easy:G\\+FOLDER"),
         (f"easy:0+{folder}", "expected easy:G\\+FOLDER, groups of 1 layer or more"),
         ("easy:3+ngram", "kind ngram, expected easy:G\\+FOLDER"),
+        (f"easy:3+rapid:512+{folder}", "kind rapid, expected easy:G\\+FOLDER"),
     ):
         with pytest.raises(ValueError, match=says):
             load_drafter(name, tiny_target, tiny_tokenizer)
