@@ -10,14 +10,15 @@ exit early, a costly twin (`bench/speed/twin.py`). Each takes the drafters of th
 `drafters`, lists with a semicolon between (one list: of all); name=DRAFTER@POLICY where it has a
 name, or policy, of its own. Every tree, and chains of every K, at every temperature; the page shows
 of each drafter and tree the K with the largest measured speed-up. Prompt lookup takes no part in
-trees. Rows and page: <out>/<name>.*, where the rows of other targets stay. What was measured at
-this commit isn't measured again.
+trees. Rows and page: <out>/<name>.*, where the rows of other targets and machines stay. What was
+measured at this commit isn't measured again.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
             )
             rows += [row | about for row in measured(settings, asked, drafters)]
     out = Path(settings.out)
-    rows = beside(out / f"{settings.name}.json", rows, "on")
+    rows = beside(out / f"{settings.name}.json", rows, "on", "machine")
     write_table(out, settings.name, rows, page(settings.title, rows))
     print(page(settings.title, rows))
 
@@ -145,7 +146,9 @@ def by_policy(names: str, tree: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def page(title: str, rows: list[dict[str, Any]]) -> str:
-    """Markdown: a table for each target and temperature, of each drafter and tree its fastest K."""
+    """Markdown: a table for each target, temperature and machine, of each drafter and tree its
+    fastest K.
+    """
     many = " or ".join(dict.fromkeys(str(row["n_prompts"]) for row in rows))
     lines = [
         f"# {title}",
@@ -154,10 +157,13 @@ def page(title: str, rows: list[dict[str, Any]]) -> str:
         "of each tree the K with the largest measured speed-up over plain decoding. MBSU: tau / "
         "(1 + K bytes read by a draft call / bytes of a plain step). Intervals: 95%, over prompts.",
     ]
-    for place in dict.fromkeys((row["on"], row["data"], row["temperature"]) for row in rows):
-        on, data, temperature = place
-        here = [r for r in rows if (r["on"], r["data"], r["temperature"]) == place]
-        lines += ["", f"## {on} ({here[0]['target']}), {data}, temperature {temperature:g}", ""]
+    several = len({row["machine"] for row in rows}) > 1
+    where = itemgetter("on", "data", "temperature", "machine")
+    for place in dict.fromkeys(map(where, rows)):
+        on, data, temperature, machine = place
+        here = [row for row in rows if where(row) == place]
+        title = f"{on} ({here[0]['target']}), {data}, temperature {temperature:g}"
+        lines += ["", f"## {title}{f', {machine}' * several}", ""]
         each = dict.fromkeys((row["what"], row["tree"]) for row in here)
         best = [max((r for r in here if (r["what"], r["tree"]) == a), key=speed) for a in each]
         lines += markdown(HEAD, list(map(cells, best)))
