@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source, write_table
@@ -31,8 +30,7 @@ from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.target import TargetSpec
-from draftsmith.models.tokenizer import ROLES, load_tokenizer, train_bpe
-from draftsmith.models.vocab_map import Spelling, VocabMap
+from draftsmith.models.tokenizer import ROLES, train_bpe
 from draftsmith.train.run.recipe import gsm8k
 
 BASE, TOP, COMMON = "tli", "upper", "upper, in common"
@@ -69,7 +67,7 @@ def main(argv: list[str]) -> None:
         for arm, name in {"plain": None, **arms}.items():
             drafter = load_drafter(name, model, tokenizer)
             if arm == COMMON:
-                hold_to(arms, drafter, tokenizer)
+                hold_to(load_drafter(arms[BASE], model, tokenizer), drafter)
             decoder = Decoder(model, tokenizer, drafter, K=settings.K, batch_size=8)
             made[arm] = decoder.generate([one.tokens for one in asked], params)
         counted = {
@@ -89,12 +87,9 @@ def main(argv: list[str]) -> None:
     write_table(Path(settings.out), "omni", rows, page(rows))
 
 
-def hold_to(arms: dict[str, str], drafter: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def hold_to(foreign: Any, drafter: Any) -> None:
     """Let a draft LM in the target's tokens draft those alone that the foreign one has."""
-    foreign = load_tokenizer(arms[BASE].partition(":")[2])
-    known = VocabMap.of(Spelling(foreign), Spelling(tokenizer))
-    kept_D = torch.tensor(sorted(known.ordinary | known.special))
-    head = drafter.runner.head
+    kept_D, head = torch.tensor(sorted(foreign.known)), drafter.runner.head
     drafter.runner.head = VocabHead(head.weight[kept_D], kept_D, head.size)
 
 

@@ -65,7 +65,7 @@ class LMDrafter(Drafter):
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
     ) -> None:
-        self.runner = self.deeper = Runner(model, vocab_size, vocab=vocab)
+        self.runner = self.deeper = Runner(model, vocab_size, vocab=vocab)  # after the first call
         self.context = context_of(model)
         self.vocab = vocab or DraftVocab.whole(output_head(self.runner.model)[1].shape[0])
 
