@@ -118,14 +118,14 @@ class Auto(Policy):
     Of trees nearly as good as the best one is tried after `EVERY` periods, that which may be the
     best by most, then half as often each time that this changes nothing, but after four times
     `EVERY` while it may be the best by one deviation, twice where it is new; for longer while it
-    gives more than the best one promises.
-    Plain rounds are timed anew each time there have been twice as many rounds, at most `SELDOM`
-    periods apart. Where no tree is that good, and long before a trial, the drafter sleeps; before
-    one it hears of `NAP` rounds.
+    gives more than the best one promises. Plain rounds are timed anew each time there have been
+    twice as many rounds, at most `SELDOM` periods apart. Where no tree is that good, and long
+    before a trial, the drafter sleeps (but at first, when trials tell most, it stays awake for
+    them); before one it hears of `NAP` rounds.
     What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits until that
     is no more than `FREE` plain rounds beyond it, fewer of more than `LEARN` rows. A drafter that
     is awake takes in each prompt: that is shared out over an answer's tokens, as many as recent
-    answers had.
+    answers had. The first of them, which take up to three times as long, don't count.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -140,6 +140,7 @@ class Auto(Policy):
     PAID, FREE, MOST = 0.005, 6.0, 64.0  # MOST: plain rounds that are owed at most
     NEAR, FAR = 0.8, 0.5  # of the best rate: what is tried, and what is tried where seldom is due
     COLD, BESIDE = 2, 0.01  # rounds; of seconds
+    READY, AWAKE = 4, 256  # readings of prompts before one is timed; rows' rounds without sleep
     KNOWN = 200  # rows whose drafts tell how many tokens there will be, at most
     ANSWER = 64.0  # tokens of one, before any
     rests = True
@@ -152,7 +153,7 @@ class Auto(Policy):
         self.heard = NAP  # rounds since the drafter slept, or more
         self.tried, self.drafted = Counter[int](), 0  # rows that drafted, by way, and rounds
         self.answers, self.emitted, self.new = 1.0, self.ANSWER, 0  # recent ones, and their tokens
-        self.prompt = math.inf  # seconds that one takes the drafter
+        self.prompt, self.read = math.inf, 0  # seconds that one takes the drafter; how often read
         self.rows = 1  # of the last round
 
     def choose_among(self, reads: Mapping[int, int], whole: int) -> None:
@@ -188,7 +189,7 @@ class Auto(Policy):
         self.stays = pace.next - pace.rounds + (cold if pace.choice is None else 0)
         if pace.choice is None and pace.best is None:
             rounds = pace.next - pace.rounds + (pace.due - 1) * self.PERIOD
-            self.asleep = rounds > NAP or not pace.near
+            self.asleep = not pace.near or (rounds > NAP and load.rows * pace.rounds > self.AWAKE)
             self.stays = max(self.stays, 2 * NAP)  # a call isn't cut for a choice
         return pace.choice
 
@@ -210,8 +211,7 @@ class Auto(Policy):
         if self.rows != outcome.load.rows:
             self.paces[self.rows].left()
             self.rows = outcome.load.rows
-        pace.stayed += 1
-        self.plain = 0 if asked is not None else self.plain + 1
+        pace.stayed, self.plain = pace.stayed + 1, 0 if asked is not None else self.plain + 1
         if asked is None:
             pace.woke()
         if outcome.seconds is None or outcome.seconds <= 0:
@@ -240,9 +240,9 @@ class Auto(Policy):
         if self.new:  # of as many answers that have ended, in the long run
             fades = FADES**rows
             self.answers = fades * self.answers + rows
-            self.emitted = fades * self.emitted + self.new
-            self.new = 0
-        if seconds is not None:  # the machine's doing may make it longer
+            self.emitted, self.new = fades * self.emitted + self.new, 0
+        self.read += seconds is not None
+        if seconds is not None and self.read > self.READY:  # a spell may make it longer
             self.prompt = min(seconds / rows, faded(self.prompt, seconds / rows))
 
     def _choose(self, pace: Pace, load: Load) -> tuple[Plan | None, int]:

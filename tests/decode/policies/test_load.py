@@ -5,7 +5,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from draftsmith.decode.drafting.owed import NAP
 from draftsmith.decode.policies.choice import make_policy
 from draftsmith.decode.policies.clock import Clock
 from draftsmith.decode.policies.load import Auto
@@ -200,59 +199,6 @@ def test_the_first_plain_rounds_may_be_slow_ones(slow: int) -> None:
     assert np.mean(rates) > 0.96
 
 
-def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
-    policy, asleep = Auto(chain_plan(1)), []
-    next_plan = policy.next_plan
-
-    def told(load: Load) -> Plan | None:
-        plan = next_plan(load)
-        asleep.append((plan is None, policy.asleep))
-        return plan
-
-    policy.next_plan = told  # type: ignore[method-assign, assignment]
-    decoded(policy, 1, lambda rows, plan: 1.0 if plan is None else 1.1, [0.3], seed=1)
-    assert (True, False) in asleep[300:] and (True, True) not in asleep
-    decoded(policy, 1, MACHINES["weights"][0], [0.01])
-    assert (True, True) in asleep
-
-
-def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_tried() -> None:
-    """A round that drafts takes three plain ones, which no draft is worth; then, once what was
-    timed is forgotten, it may be, and is tried.
-    """
-    policy, drafted, naps = Auto(chain_plan(1)), 3.0, list[bool]()
-    next_plan = policy.next_plan
-
-    def told(load: Load) -> Plan | None:
-        plan = next_plan(load)
-        naps.append(policy.asleep)
-        if plan is not None and len(naps) > 100:  # it has heard of all since it woke
-            assert not any(naps[-NAP:])
-        return plan
-
-    policy.next_plan = told  # type: ignore[method-assign, assignment]
-    how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
-    decoded(*how, [0.1], count=3000, jitter=0.0)
-    assert all(naps[100:])
-    drafted, policy.paces[1].clock = 1.05, policy._pace().clock
-    assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
-
-
-def test_a_drafter_that_sleeps_at_another_load_is_tried_all_the_same() -> None:
-    """One row and two by turns: at two a draft never pays, at one it does from some round on."""
-    policy, tried = Auto(chain_plan(1)), 0
-    for done in range(8000):
-        load = Load(1 + done % 2, 1 + done % 2)
-        plan = policy.next_plan(load)
-        drafted = 4.0 if load.rows == 2 else 2.0 if done < 2000 else 1.1
-        tried += plan is not None and done > 2000 and load.rows == 1
-        path = (0,) if plan is not None and done % 10 < 8 else ()
-        took = 1.0 if plan is None else drafted
-        levels = 0 if plan is None else 1
-        policy.observe(Outcome(plan, levels, [path] * load.rows, None, load, took))
-    assert tried > 1000
-
-
 def test_a_spell_in_which_plain_rounds_were_slow_is_got_over() -> None:
     """Four times slower for a while, in plain rounds alone; drafting loses, then and later."""
     policy, spell = Auto(chain_plan(4)), 4.0
@@ -307,75 +253,6 @@ def test_rounds_that_get_faster_through_each_answer() -> None:
 
         rates.append(decoded(policy, 4, seconds, [0.45] * 4, count=6000, seed=len(rates)))
     assert min(rates[1:]) > 0.98 * rates[0]
-
-
-def test_drafts_that_become_good_are_found_by_calls_of_several_rounds() -> None:
-    """Where a drafter slept: what its waking loses doesn't put off what it woke for."""
-    for seed in range(8):
-        noise, policy = np.random.default_rng(seed), Auto(chain_plan(4))
-        left = tokens = took = 0
-        for done in range(12_000):
-            if not left:
-                plan, slept = policy.next_plan(Load(1, 1)), policy.asleep
-                left, around = min(policy.stays, 13), 10.0 if policy.plain or slept else 0.0
-            left -= 1
-            [path] = rounds(plan, [0.5 if done < 1_500 else 0.95] * 4, 1, noise)
-            this, levels = (1.0, 0) if plan is None else (1.5 + 0.2 * plan.levels, plan.levels)
-            own = this * (1 + 0.05 * noise.exponential())
-            whole = own + (0.05 if plan is None else around)
-            tokens, took = tokens + (done >= 6_000) * (1 + len(path)), took + (done >= 6_000) * this
-            policy.observe(Outcome(plan, levels, [path], None, Load(1, 1), own, None, whole))
-        assert tokens / took > 1.85
-
-
-@pytest.mark.parametrize("prompt,drafts", [(0.2, True), (5.5, False), (8.0, False)])
-def test_what_prompts_take_a_drafter_is_shared_out_over_answers(
-    prompt: float, drafts: bool
-) -> None:
-    """A chain that gives a tenth more by its rounds, and answers of 48 tokens."""
-    noise, policy, left, drafted, count = np.random.default_rng(0), Auto(chain_plan(1)), 0, 0, 4000
-    for _ in range(count):
-        if left <= 0:
-            left = 48
-            policy.admit(1, None if policy.asleep else prompt)
-        plan = policy.next_plan(Load(1, 1))
-        [path] = rounds(plan, [0.8], 1, noise)
-        own = (1.0 if plan is None else 1.64) * (1 + 0.02 * noise.exponential())
-        policy.observe(Outcome(plan, plan is not None, [path], None, Load(1, 1), own, None, own))
-        left, drafted = left - 1 - len(path), drafted + (plan is not None)
-    assert drafted > 0.5 * count if drafts else drafted < 0.1 * count
-
-
-@pytest.mark.parametrize("long,drafts", [(6, False), (300, True)])
-def test_what_waking_takes_is_weighed_against_how_long_so_many_rows_stay(
-    long: int, drafts: bool
-) -> None:
-    """Drafts give a third more at one row and a third as much at four; after these the drafter has
-    to hear of them, which takes ten plain rounds.
-    """
-    for seed in range(4):
-        noise, policy, visits = (
-            np.random.default_rng(seed),
-            Auto(chain_plan(1)),
-            12_000 // (long + 30),
-        )
-        drafted, took, tokens = 0, 0.0, 0
-        for visit in range(visits):
-            for rows, count in ((1, long), (4, 30)):
-                slept = True
-                for _ in range(count):
-                    plan = policy.next_plan(Load(rows, rows))
-                    paths = list(rounds(plan, [0.8], rows, noise))
-                    own = 1.0 if plan is None else 1.35 if rows == 1 else 5.4
-                    whole = own + 10 * (slept and plan is not None)
-                    slept = plan is None
-                    about = plan, int(plan is not None), paths, None, Load(rows, rows)
-                    policy.observe(Outcome(*about, own, None, whole))
-                    if visit > visits // 2 and rows == 1:
-                        drafted, took = drafted + (plan is not None), took + whole
-                        tokens += 1 + len(paths[0])
-        assert tokens / took > (1.2 if drafts else 0.97)
-        assert drafted > 0.9 * long * (visits // 2 - 1) if drafts else drafted < 0.1 * long * visits
 
 
 def test_a_table_says_of_rows_that_decode_whether_they_will_draft() -> None:
