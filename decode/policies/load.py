@@ -114,18 +114,17 @@ class Auto(Policy):
 
     With a number of rows that is new, `PLAIN` rounds are plain; then comes the largest tree of at
     most `START` tokens in all, and until rows have drafted `LEARN` times in a way what seems `FAR`
-    as good as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them do.
-    Of trees nearly as good as the best one is tried after `EVERY` periods, that which may be the
-    best by most, then half as often each time that this changes nothing, but after four times
+    as good as none will do. Drafts take `BESIDE` more than is timed, as plain rounds after them
+    do. Of trees nearly as good as the best one is tried after `EVERY` periods, that which may be
+    the best by most, then half as often each time that this changes nothing, but after four times
     `EVERY` while it may be the best by one deviation, twice where it is new; for longer while it
     gives more than the best one promises. Plain rounds are timed anew each time there have been
     twice as many rounds, at most `SELDOM` periods apart. Where no tree is that good, and long
-    before a trial, the drafter sleeps (but at first, when trials tell most, it stays awake for
-    them); before one it hears of `NAP` rounds.
-    What trials lose, with all around them, is to be `PAID` of all seconds: a trial waits until that
-    is no more than `FREE` plain rounds beyond it, fewer of more than `LEARN` rows. A drafter that
-    is awake takes in each prompt: that is shared out over an answer's tokens, as many as recent
-    answers had. The first of them, which take up to three times as long, don't count.
+    before a trial, the drafter sleeps (not at first, when trials tell most); before one it hears
+    of `NAP` rounds. What trials lose, with all around them, is to be `PAID` of all seconds: a
+    trial waits until that is no more than `FREE` plain rounds beyond it, fewer of more than
+    `LEARN` rows. A drafter that is awake takes in each prompt: that is shared out over an answer's
+    tokens, as many as recent answers had; the first ones, up to three times as slow, don't count.
 
     The seconds of the first `COLD` plain rounds of all, which take up to twice as long as those
     that follow, and after a draft, whose weights stand in the cache (3 to 8% more), don't count.
@@ -211,7 +210,8 @@ class Auto(Policy):
         if self.rows != outcome.load.rows:
             self.paces[self.rows].left()
             self.rows = outcome.load.rows
-        pace.stayed, self.plain = pace.stayed + 1, 0 if asked is not None else self.plain + 1
+        pace.stayed += 1
+        self.plain = 0 if asked is not None else self.plain + 1
         if asked is None:
             pace.woke()
         if outcome.seconds is None or outcome.seconds <= 0:
