@@ -10,16 +10,22 @@ from draftsmith.decode.tree_shapes import Plan, chain_plan
 from tests.tools.machines import decoded, flat_then_linear, rounds
 
 
-def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
-    policy, asleep = Auto(chain_plan(1)), []
-    next_plan = policy.next_plan
+def watched(policy: Auto) -> list[tuple[bool, bool]]:
+    """Of each round that it is going to plan: whether it drafts nothing, and the drafter sleeps."""
+    next_plan, seen = policy.next_plan, list[tuple[bool, bool]]()
 
     def told(load: Load) -> Plan | None:
         plan = next_plan(load)
-        asleep.append((plan is None, policy.asleep))
+        seen.append((plan is None, policy.asleep))
         return plan
 
     policy.next_plan = told  # type: ignore[method-assign, assignment]
+    return seen
+
+
+def test_the_drafter_hears_of_plain_rounds_that_are_only_tried() -> None:
+    policy = Auto(chain_plan(1))
+    asleep = watched(policy)
     decoded(policy, 1, lambda rows, plan: 1.0 if plan is None else 1.1, [0.3], seed=1)
     assert (True, False) in asleep[300:] and (True, True) not in asleep
     decoded(policy, 1, flat_then_linear(1.0, 0.05), [0.01])
@@ -30,22 +36,18 @@ def test_the_drafter_sleeps_on_where_nothing_is_near_and_wakes_before_it_is_trie
     """A round that drafts takes three plain ones, which no draft is worth; then, once what was
     timed is forgotten, it may be, and is tried.
     """
-    policy, drafted, naps = Auto(chain_plan(1)), 3.0, list[bool]()
-    next_plan = policy.next_plan
-
-    def told(load: Load) -> Plan | None:
-        plan = next_plan(load)
-        naps.append(policy.asleep)
-        if plan is not None and len(naps) > 100:  # it has heard of all since it woke
-            assert not any(naps[-NAP:])
-        return plan
-
-    policy.next_plan = told  # type: ignore[method-assign, assignment]
+    policy, drafted = Auto(chain_plan(1)), 3.0
+    seen = watched(policy)
     how = policy, 1, lambda rows, plan: 1.0 if plan is None else drafted
     decoded(*how, [0.1], count=3000, jitter=0.0)
-    assert all(naps[100:])
+    assert all(nap for _, nap in seen[100:])
     drafted, policy.paces[1].clock = 1.05, policy._pace().clock
-    assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5 and not all(naps)
+    assert decoded(*how, [0.9], count=3000, jitter=0.0) > 1.5
+    naps = [nap for _, nap in seen]
+    assert not all(naps)
+    for done, (plain, _) in enumerate(seen):
+        if not plain and done >= 100:  # it has heard of all since it woke
+            assert not any(naps[done + 1 - NAP : done + 1])
 
 
 def test_a_drafter_that_sleeps_at_another_load_is_tried_all_the_same() -> None:
@@ -114,17 +116,10 @@ def test_prompts_that_find_nothing_ready_dont_count() -> None:
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_drafter_doesnt_sleep_at_first_where_a_tree_is_nearly_as_good(rows: int) -> None:
     """Until rows have decoded `AWAKE` times, as many rows sooner."""
-    policy, naps = Auto(chain_plan(1)), list[bool]()
-    next_plan = policy.next_plan
-
-    def told(load: Load) -> Plan | None:
-        plan = next_plan(load)
-        naps.append(policy.asleep)
-        return plan
-
-    policy.next_plan = told  # type: ignore[method-assign, assignment]
+    policy = Auto(chain_plan(1))
+    seen = watched(policy)
     decoded(policy, rows, lambda _, plan: 1.7 if plan else 1.0, [0.6], count=2000)
-    awake = Auto.AWAKE // rows
+    awake, naps = Auto.AWAKE // rows, [nap for _, nap in seen]
     assert not any(naps[:awake]) and sum(naps) > 1000
 
 
