@@ -11,6 +11,8 @@ a block, H hidden, X = (k + 4) * H: y of the last k pairs, and the LSTM's; W = X
 vocabulary.
 """
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +20,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, falcon_rounds
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.product import VocabHead
-from draftsmith.models.heads.falcon import Falcon
+from draftsmith.decode.forward.lean_heads import lean_prefix
+from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.models.heads.falcon import OF_LSTM, Falcon
 from draftsmith.models.layers.layer import Attention, causal
 
 
@@ -33,7 +37,7 @@ class FalconDrafter(HeadDrafter):
     def __init__(self, head: Falcon, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
         self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
-        self.stride = head.block
+        self.prefix, self.stride = lean_prefix(head), head.block
         self.wide = head.block * head.hidden  # of a block's rows side by side
 
     def reset(self, rows: int, slots: int) -> None:
@@ -91,6 +95,20 @@ class FalconDrafter(HeadDrafter):
             rows_B1I.unflatten(2, (k, -1)), end_B1, lambda query: attention(0, query, *keyed)
         )
         return torch.cat([drafted_B1kH.flatten(1), rows_B1I[:, 0], memory_BS], 1)
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        rows, native = len(self.state_BW), getattr(self.prefix, "native", None)
+        if native is None or not native.steps(rows * max(nodes, self.stride)):
+            return None
+        drawn = Draws(self.lm_head, temperature, self.pool, self.context)
+        given = self.state_BW, self.head.target_embedding_VH
+        return falcon_rounds(native, drawn, *given, self.stride, self.gates)
+
+    @cached_property
+    def gates(self) -> list[Product]:
+        """What the LSTM's layers make of what they read, and of their last output."""
+        of = [[getattr(self.head.lstm, f"{n}_l{i}") for n in OF_LSTM] for i in range(2)]
+        return [Product([lstm[i]], [lstm[i + 2]]) for i in range(2) for lstm in of]
 
     def feed(self, request: Round) -> Feed:
         k, last_B1 = self.head.block, request.lens_B[:, None] - 1

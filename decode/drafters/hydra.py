@@ -29,7 +29,8 @@ class HydraDrafter(HeadDrafter):
 
     def __init__(self, head: Hydra, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.prefix)
-        self.prefix, levels = lean_prefix(head) or head.prefix, range(head.levels)
+        lean, levels = head.config.prefix and lean_prefix(head), range(head.levels)
+        self.prefix = lean or head.prefix
         blocks = [head.blocks(depth) for depth in levels]
         # The two maps that read a first block's input.
         entries: list[list[Any]] = [[b.linear, b.res_connection] for b, *_ in blocks]

@@ -1,11 +1,12 @@
 """Chains that are drafted in several rounds of one call (`several` in rows.cpp), by what is in C++
-too (in_rounds.h).
+too (in_rounds.h, heads.h).
 
 Shapes: B rows, H hidden, U width of the taps side by side.
 """
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,16 @@ class _Level(ctypes.Structure):
 class _Heads(ctypes.Structure):
     _fields_ = [("hidden", _N), *((n, _P) for n in ("chain", "level", "embedding", "state"))]
     _fields_ += [("prefix", _P), ("pass_", _P)]
+
+
+class _Clover(ctypes.Structure):
+    _fields_ = [(n, _P) for n in ("prefix", "pass_", "chain", "embedding", "state")]
+    _fields_ += [(f"{part}_{of}", _P) for of in range(3) for part in ("norm", "one", "other")]
+
+
+class _Falcon(ctypes.Structure):
+    _fields_ = [(n, _P) for n in ("body", "pass_", "chain", "embedding", "state")]
+    _fields_ += [("block", _N), *((f"gates_{i}", _P) for i in range(4))]
 
 
 class _OnePass(ctypes.Structure):
@@ -166,6 +177,46 @@ def heads_rounds(
     return called(heads, (how, laid, held, before, at), made.draft_heads, made.told_heads)
 
 
+def clover_rounds(
+    native: NativeBody,
+    drawn: Draws,
+    state_BH: Tensor,
+    embedding_VH: Tensor,
+    norms: Sequence[Tensor],
+    products: Sequence[Product],
+) -> InRounds | None:
+    """Of Clover-2's heads. native: the layers that augment; norms, and two products of each: of how
+    tokens are taken in before these, and into a drafted state (queries; keys and values), and of
+    what the LM head multiplies (of a row's state; of a later one beside its token). None where
+    products aren't C++'s.
+    """
+    if (maps := _maps_of(native, drawn.head, products)) is None:
+        return None
+    held, parts = _parts(native, drawn)
+    each = zip(map(pointer, norms), maps[::2], maps[1::2], strict=True)
+    clover = _Clover(*parts, pointer(embedding_VH), pointer(state_BH), *chain(*each))
+    made = native.made
+    return called(clover, (held, norms, products), made.draft_clover, made.told_clover)
+
+
+def falcon_rounds(
+    native: NativeBody,
+    drawn: Draws,
+    state_BW: Tensor,
+    embedding_VH: Tensor,
+    block: int,
+    gates: Sequence[Product],
+) -> InRounds | None:
+    """Of Falcon. native: its layer; gates: of both layers of the LSTM what these read is mapped to,
+    then their last output. None where products aren't C++'s.
+    """
+    if (maps := _maps_of(native, drawn.head, gates)) is None:
+        return None
+    held, parts = _parts(native, drawn)
+    falcon = _Falcon(*parts, pointer(embedding_VH), pointer(state_BW), block, *maps)
+    return called(falcon, (held, gates), native.made.draft_falcon, native.made.told_falcon)
+
+
 def either_rounds(
     first: InRounds,
     other: InRounds,
@@ -206,6 +257,15 @@ def _parts(
     held = [native.body, _pass(native, pool), how]
     follow([head.weight])
     return held, [*map(ctypes.addressof, held)]
+
+
+def _maps_of(native: NativeBody, head: VocabHead, products: Sequence[Product]) -> list[int] | None:
+    """Where the maps of products lie; None where one of these, or the LM head's, isn't C++'s."""
+    natives = [product.native for product in products]
+    if not native.reads_out(head) or None in natives:
+        return None
+    follow(weight for product in products for weight in product.tensors[0])
+    return [ctypes.addressof(one.maps) for one in natives if one is not None]
 
 
 def _pass(native: NativeBody, pool: KVPool) -> PassCall:

@@ -29,7 +29,9 @@ from draftsmith.decode.forward.lean import (
 from draftsmith.decode.forward.native import Front, NativeBody, weight_of
 from draftsmith.decode.forward.product import HALF, Product, sides
 from draftsmith.models.heads.block import Block, Stack
+from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.eagle import Eagle
+from draftsmith.models.heads.falcon import Falcon
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra
 from draftsmith.models.layers.block_attention import Blocks
@@ -133,7 +135,7 @@ class LeanStack:
 
     def __init__(self, head: Any, layers: Sequence[Any], norm: Any) -> None:
         self.layers = [LeanLayer(layer, i) for i, layer in enumerate(layers)]
-        self.norm, like = norm_of(norm), norm.weight
+        self.norm, like = norm_of(norm), layers[0].post_attention_layernorm.weight
         self.cos_SE, self.sin_SE = rotary_tables(head.rotary, head.context, like)
 
     def __call__(self, states_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
@@ -293,20 +295,18 @@ def lean_nodes(head: Block) -> LeanNodes | None:
     return cast("LeanNodes | None", _lean_layers(head, head.config.layer, LeanNodes, states))
 
 
-def lean_prefix(head: Hydra) -> LeanStack | None:
-    """Hydra++'s layer and norm; None where there is none, or as above."""
-    layer = head.config.prefix
-    if layer is None:
-        return None
+def lean_prefix(head: Clover | Falcon | Hydra) -> LeanStack | None:
+    """A head's `prefix`; None as above."""
 
-    def states(given: Given, body: Hydra | LeanStack, attention: Attention) -> list[Tensor]:
+    def states(given: Given, body: Any, attention: Attention) -> list[Tensor]:
         states_BTH, _, at_BT = given
-        return [(body.prefix if isinstance(body, Hydra) else body)(states_BTH, at_BT, attention)]
+        prefix = body if isinstance(body, LeanStack) else body.prefix
+        return [prefix(states_BTH, at_BT, attention)]
 
-    def lean(head: Hydra) -> LeanStack:
-        return LeanStack(head, [head.prefix_layer], head.prefix_norm)
+    def lean(head: Clover | Falcon | Hydra) -> LeanStack:
+        return LeanStack(head, *head.prefix_parts[1:])
 
-    return cast("LeanStack | None", _lean_layers(head, layer, lean, states))
+    return cast("LeanStack | None", _lean_layers(head, head.prefix_parts[0], lean, states))
 
 
 def _tried(head: Head) -> Given:

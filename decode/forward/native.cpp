@@ -328,6 +328,7 @@ extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t 
 }
 
 #include "../drafting/in_rounds.h"
+#include "../drafting/heads.h"
 
 static inline uint64_t finished(uint64_t x) {  // splitmix64's
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

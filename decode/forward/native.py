@@ -109,7 +109,7 @@ class NativeBody:
     @classmethod
     def of(cls, body: Any, front: Front | None = None) -> "NativeBody | None":
         """The native form of a lean body, or of a lean head's layers; None where there is none."""
-        known = fits(body, front) and (made := library()) is not None
+        known = fits(body) and (made := library()) is not None
         return cls(body, made, front) if known and made.most() else None
 
     @property
@@ -377,24 +377,22 @@ def weight_of(norm: Any) -> Tensor | None:
     return weight
 
 
-def fits(body: Any, front: Front | None) -> bool:
+def fits(body: Any) -> bool:
     """Whether every layer is packed and of widths that native.cpp knows."""
     for table in (body.cos_SE, body.embedding_VH):
         if table is not None and (table.device.type, table.dtype) != ("cpu", torch.bfloat16):
             return False
-    for i, layer in enumerate(body.layers):
+    for layer in body.layers:
         products = (layer.entry[1], layer.exit[0], *layer.exit[2:])
         if not all(getattr(product, "packs", False) for product in products):
             return False
         same = (layer.sizes, layer.scale) == (body.layers[0].sizes, body.layers[0].scale)
         norms = [body.norm, layer.entry[0], *layer.entry[2:]]
         same = same and all(n is None or n.epsilon == layer.exit[1].epsilon for n in norms)
-        headed = i == 0 and front is not None
-        begun = layer.entry[0] is not None or headed
         known = isinstance(layer.activation, nn.SiLU | SiLUActivation)
         inputs = [weight.shape[1] for product in products for weight in product.tensors[0]]
         even = layer.sizes[2] in WIDTHS and all(width % STEP == 0 for width in inputs)
         laid = all(t is None or t.is_contiguous() for t in parts_of(layer))
-        if not (same and begun and known and even and laid):
+        if not (same and known and even and laid):
             return False
     return bool(body.layers)

@@ -15,7 +15,7 @@ augmenting layers without the tokens, ours with them.
 Shapes: B rows, T positions, X any leading axes, H hidden, V rows of the target's LM head, A heads.
 """
 
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +91,19 @@ class Clover(LayerHead):
         self, taps_BTH: Tensor, next_BT: Tensor, positions_BT: Tensor, attention: Attention
     ) -> Tensor:
         """s_0 [B, T, H] of the target's states and the tokens after them."""
-        hidden_BTH = self.enter(taps_BTH, self.embed(next_BT))
+        return self.prefix(self.enter(taps_BTH, self.embed(next_BT)), positions_BT, attention)
+
+    def prefix(self, hidden_BTH: Tensor, positions_BT: Tensor, attention: Attention) -> Tensor:
+        """The layers, and the norm after them."""
         rotary = self.rotary(hidden_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             hidden_BTH = layer.run(hidden_BTH, rotary, attention, index)
         return self.norm(hidden_BTH)
+
+    @property
+    def prefix_parts(self) -> tuple[PretrainedConfig, list[Any], LlamaRMSNorm]:
+        """Sizes of the layers, themselves, and the norm."""
+        return self.config, list(self.layers), self.norm
 
     def state(self, state_XH: Tensor, token_XH: Tensor | None) -> Tensor:
         """What the LM head multiplies, of s_d and the token that made it; None: of s_0."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from draftsmith.models.heads.head import Kind, LayerHead
-from draftsmith.models.layers.layer import EagleLayer, causal
+from draftsmith.models.layers.layer import Attention, EagleLayer, causal
 from draftsmith.models.taps import NORM
 
 OF_LSTM = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -99,6 +99,15 @@ class Falcon(LayerHead):
         all_BXH = torch.cat([recent_BkH[:, 1:], y_BTH], 1)
         rows_BTkH = all_BXH.unfold(1, self.block, 1).transpose(2, 3)
         return rows_BTkH * (self._placed(positions_BT) >= 0).unsqueeze(-1)
+
+    def prefix(self, rows_BRH: Tensor, positions_BR: Tensor, attention: Attention) -> Tensor:
+        """The layer on rows that see each other as `attention` has it."""
+        return self.layer.run(rows_BRH, self.rotary(rows_BRH, positions_BR), attention, 0)
+
+    @property
+    def prefix_parts(self) -> tuple[PretrainedConfig, list[EagleLayer], None]:
+        """Sizes of the layer, itself, and no norm."""
+        return self.config, [self.layer], None
 
     def keys(self, y_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.remember(y_BTH, self.rotary(y_BTH, positions_BT))

@@ -117,6 +117,11 @@ class Hydra(Head):
         rotary = self.rotary(norm_BTH, positions_BT)
         return self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
 
+    @property
+    def prefix_parts(self) -> tuple[Any, list[Any], Any]:
+        """Sizes of Hydra++'s layer, it alone, and the norm after it."""
+        return self.config.prefix, [self.prefix_layer], self.prefix_norm
+
     def state(self, depth: int, base_XH: Tensor, path_XPH: Tensor) -> Tensor:
         """What the LM head of head `depth` multiplies, [..., H].
 

@@ -12,7 +12,9 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, 
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import save_drafter
 from draftsmith.models.heads.block import KINDS, Block, BlockConfig
+from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
+from draftsmith.models.heads.falcon import Falcon
 from draftsmith.models.heads.head import Head
 from draftsmith.models.heads.hydra import Hydra, HydraConfig
 from draftsmith.models.heads.kangaroo import Kangaroo
@@ -65,6 +67,10 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind == "peagle":
         about = {"taps": (1, 2), "draft_vocab": DRAFTED, "parallel": 6} | about
         head = PEagle(PEagleConfig(config, 3, **about))
+    elif kind == "clover2":
+        head = Clover(config, 2, 4)
+    elif kind.startswith("falcon"):
+        head = Falcon(config, 4, int(kind[-1]))
     elif kind == "kangaroo":
         head = Kangaroo(layer_like(target), 1)
     elif kind == "longspec":  # of a window that fewer rounds fill than may wait

@@ -24,6 +24,7 @@ from several_rounds import (
 from transformers import PreTrainedModel
 
 from draftsmith.decode import sampling
+from draftsmith.decode.drafters.falcon import FalconDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Kept
@@ -41,6 +42,8 @@ from draftsmith.decode.untrained.jacobi import LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
 from draftsmith.models.heads.block import Block
+from draftsmith.models.heads.clover import Clover
+from draftsmith.models.heads.falcon import Falcon
 from draftsmith.models.vocab import DraftVocab
 
 pytestmark = NEEDS
@@ -323,6 +326,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared": ("medusa", {"own_heads": False}),
     "hydra": ("hydra", {"layers": 2, "head_bias": True}),
     "hydra++": ("hydra", {"prefixed": True}),
+    "clover2": ("clover2", {"layers": 2}),
+    "falcon-1": ("falcon-1", {}),
+    "falcon-2": ("falcon-2", {}),
+    "falcon-4": ("falcon-4", {}),
     "block": ("block", {"light": "layer", "last": True, "mask_token": -1}),
     "whole block": ("block", {"light": "layer", "labels": "same", "mask": "full", "layers": 2}),
     "dflash": ("dflash", {}),
@@ -343,8 +350,8 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     tmp_path: Path,
 ) -> None:
     """Chains, what is kept of them, its states, and its keys and values up to the text's end; of
-    block drafters, whose context is normed outside of a pass, as EAGLE-3.1's taps are, up to a
-    rounding of that.
+    block drafters, whose context is normed outside of a pass, as EAGLE-3.1's taps are, and of
+    Clover's and Falcon's, up to a rounding of that.
     """
     name, about = HEADS[kind]
     head = heads(name, pair[0], width=32, **about)
@@ -353,20 +360,25 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     if isinstance(head, Block):  # of the target's LM head
         head.norm.weight.mul_(0.1)
     folder = str(ours(tmp_path, head.bfloat16(), *pair))
+    # Shorter than a block of Falcon's.
+    prompts = [[5], [7, 5]][:batch] if kind == "falcon-4" else TEXTS[2 : 2 + batch]
 
     def answered() -> tuple[list[Completion], list[Any]]:
         drafter = load_drafter(folder, *pair)
         decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
-        done = decoder.generate(TEXTS[2 : 2 + batch], WAYS[way])
+        done = decoder.generate(prompts, WAYS[way])
         assert isinstance(drafter, HeadDrafter)
         kept = drafter.pool.kv_2LBSHE if drafter.layer is not None else []
-        return what(done), [drafter.state_BH, *kept]
+        state = drafter.state_BW if isinstance(drafter, FalconDrafter) else drafter.state_BH
+        return what(done), [state, *kept]
 
     found, held = answered()
     assert max(made) > 2
     one_at_a_time(monkeypatch)
     again, like = answered()
-    once = isinstance(head, Block) or bool({"fc_norm", "norm_before_fc"} & {*about})
+    once = isinstance(head, Block | Clover | Falcon) or bool(
+        {"fc_norm", "norm_before_fc"} & {*about}
+    )
     assert [one.tokens for one in found] == [one.tokens for one in again]
     assert found == again or once
     ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]
