@@ -82,7 +82,7 @@ class BlockDrafter(HeadDrafter):
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         """Not of those that read the noise, or whose light head is neither none, layers, nor a
-        matrix of tokens by tokens.
+        matrix of tokens by tokens, as it is or times the state.
         """
         head, rows, plan = self.head, len(self.state_BH), self.head.config
         stack, lit = getattr(self.body, "stack", None), self.native
@@ -94,13 +94,14 @@ class BlockDrafter(HeadDrafter):
             ready = lit is not None and lit.drafts(self.lm_head, rows)
         else:
             ready = native.reads_out(self.lm_head)
-            after = self.after if plan.light == "markov" else None
+            after = self.after if plan.light in ("markov", "selector") else None
             ready = ready and (type(light) is Light or bool(after and after.native))
         if not ready:
             return None
         size = 0 if plan.mask == "causal" else head.block
         last_HH = head.last.weight if plan.last else None
         more = (light.before.weight, light.after.weight) if light.rank else (None, None)
+        more += (light.gate.weight if plan.light == "selector" else None,)
         made = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH, *more
         trunk = Trunk(len(head.layers), head.first, size, made, light.rank)
         drawn = Draws(self.lm_head, temperature, self.pool, self.context)

@@ -156,13 +156,14 @@ extern "C" void told_head(const Head *h, Round *r) {
 // over a block. Of its `rows`, which all see each other (0: as few as do,
 // which see those before), the first that drafts is `first`; each is `mask`, but
 // the pending token's embedding, and added to it is a map `last` of the last state (null: isn't). after:
-// what is added to the logits is this map of `rank` numbers of the token before, `before` (null: not).
+// what is added to the logits is this map of `rank` numbers of the token before, `before` (null: not), each
+// times what a map `gate` makes of the state (null: not).
 struct OnePass {
     Head head;
     const Body *trunk;
     const Pass *pass;
     int64_t layers, first, rows;
-    const bf16 *norm, *mask, *embedding, *last, *before, *after;
+    const bf16 *norm, *mask, *embedding, *last, *before, *after, *gate;
     int64_t rank;
 };
 extern "C" void draft_one_pass(const OnePass *h, Round *r) {
@@ -199,11 +200,14 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
     for (int64_t i = 0; i < B * K; i++)
         normed(drafting + (i / K * n + i % K) * H, b.norm, &read[i * H], H, b.epsilon);
     product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
-    std::vector<bf16> low(B * h->rank), beside(h->after ? B * c.size : 0);
+    std::vector<bf16> low(B * h->rank), beside(h->after ? B * c.size : 0), gates(B * K * h->rank);
+    if (h->gate) product(h->gate, nullptr, read.data(), gates.data(), B * K, H, h->rank, h->rank);
     for (int64_t k = 0; k < K; k++) {
         for (int64_t i = 0; h->after && i < B; i++) {
             int64_t token = k ? made[i * K + k - 1] : r->pending[i];
             memcpy(&low[i * h->rank], h->before + token * h->rank, h->rank * sizeof(bf16));
+            for (int64_t j = 0, at = (i * K + k) * h->rank; h->gate && j < h->rank; j += 16)
+                store16(&low[i * h->rank + j], wide16(&low[i * h->rank + j]) * wide16(&gates[at + j]));
         }
         if (h->after) product(h->after, nullptr, low.data(), beside.data(), B, h->rank, c.size, c.size);
         float best;

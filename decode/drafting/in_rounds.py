@@ -66,7 +66,7 @@ class _OnePass(ctypes.Structure):
     _fields_ = [("head", _Head), ("trunk", _P), ("pass_", _P)]
     _fields_ += [(n, _N) for n in ("layers", "first", "rows")]
     _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last", "before", "after")]
-    _fields_ += [("rank", _N)]
+    _fields_ += [("gate", _P), ("rank", _N)]
 
 
 class _Either(ctypes.Structure):
@@ -92,7 +92,8 @@ class Trunk(NamedTuple):
     """How a block drafter makes a block's rows: by how many layers, from which row on they draft,
     how many there are (0: as few as the chain needs); tensors: the norm of what the taps are mapped
     to, MASK, the embeddings, a map of the last state that is added to all rows, if it is, and what
-    is added to the logits after each token, by R numbers of it and a map of these, if it is.
+    is added to the logits after each token, by R numbers of it and a map of these, if it is, and
+    what the state is mapped to for these to be multiplied by, if they are.
     """
 
     layers: int
@@ -138,7 +139,7 @@ def one_pass_rounds(
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
     block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
-    follow((trunk.tensors[3], trunk.tensors[5]))
+    follow(trunk.tensors[3:])
     return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
 
 

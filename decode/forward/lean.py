@@ -15,7 +15,7 @@ key-value head.
 
 import copy
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -284,6 +284,7 @@ class LeanLayer:
         self.exit: Parts = (maps_of(out), norm_of(after), maps_of(gate, up), maps_of(down))
         width = attention.head_dim
         self.sizes = (q.out_features // width, k.out_features // width, width)
+        self.taps: Sequence[Tensor | None] = [None] * 8  # of a block's convolutions, for C++ alone
 
 
 def attend(

@@ -168,14 +168,23 @@ class LeanStack:
 
 
 class LeanTrunk(LeanStack):
-    """The layers of a frozen block drafter without convolutions: the same `keep` and `run`."""
+    """The layers of a frozen block drafter: the same `keep` and `run`. With convolutions, which go
+    over whole blocks, these are the head's own where C++ doesn't run them.
+    """
 
     def __init__(self, head: Block) -> None:
         super().__init__(head, head.every, head.norm)
+        for layer, convs in zip(self.layers, head.convs, strict=False):
+            layer.taps = [x for c in convs for x in (c.base.flatten(), c.delta.weight)]
+        self.plain = head.run if len(head.convs) else super().run
         own = [layer.self_attn for layer in head.every]
         self.kept = [
             (Product.of([a.k_proj, a.v_proj]), norm_of(getattr(a, "k_norm", None))) for a in own
         ]
+
+    def run(self, positions_BR: Tensor, attention: Attention, rows: int) -> Stack:
+        whole = in_native(self.native, positions_BR, attention) and rows == positions_BR.shape[1]
+        return (super().run if whole else self.plain)(positions_BR, attention, rows)
 
     def keep(self, context_BTH: Tensor, positions_BT: Tensor, keep: Keep) -> None:
         if self.native is not None and self.native.keep(context_BTH, positions_BT, keep):
@@ -265,7 +274,7 @@ def lean_block(head: Block) -> Block:
         vars(made).update(stack=stack, keep=stack.keep, run=stack.run)
         return made
 
-    made = None if len(head.convs) else _lean(head, head.config.layer, lean, states)
+    made = _lean(head, head.config.layer, lean, states)
     if made is None:
         return head
     taps_BTU, _, at_BT = _tried(head)

@@ -9,10 +9,17 @@
 #include "../engine/round.h"
 #include "products.h"
 
-// Weights and biases (null: none). Without `out` or `gate` that half of the layer is left out.
+// A convolution of each token and the one before it in its row, [2, H] and what a map [2 H / 16, H] of the
+// token adds to them, 16 numbers alike; null: there is none.
+struct TwoTap {
+    const bf16 *base, *delta;
+};
+// Weights and biases (null: none). Without `out` or `gate` that half of the layer is left out. taps: over what
+// attention reads and gives, and the feed-forward.
 struct Layer {
     const bf16 *norm, *qkv[3], *qkv_bias[3], *q_norm, *k_norm, *out, *out_bias, *after;
     const bf16 *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
+    TwoTap taps[4];
 };
 struct Body {
     int64_t layers, hidden, heads, kv_heads, width, inner;
@@ -155,6 +162,22 @@ static void added(bf16 *x, const bf16 *more, int64_t size) {
     for (int64_t i = 0; i < size; i += 16) store16(x + i, wide16(x + i) + wide16(more + i));
 }
 
+// Over rows of n tokens.
+static void convolved(const TwoTap &by, bf16 *x, int64_t T, int64_t n, int64_t H) {
+    if (!by.base) return;
+    int64_t G = H / 16;
+    std::vector<bf16> more(2 * G * T);
+    product(by.delta, nullptr, x, more.data(), T, H, 2 * G, 2 * G);
+    for (int64_t t = T - 1; t >= 0; t--)
+        for (int64_t g = 0; g < G; g++) {
+            bf16 *own = x + t * H + 16 * g;
+            const bf16 *now = &more[2 * G * t + g];
+            F16 made = (wide16(by.base + 16 * g) + wide(now[0])) * wide16(own);
+            if (t % n) made += (wide16(by.base + H + 16 * g) + wide(now[G])) * wide16(own - H);
+            store16(own, made);
+        }
+}
+
 // What layer 0 adds to, `now` [T, H], and, of a head whose layer 0 reads both, the pairs x [T, 2 H].
 static void begun(const Body &b, const Pass &p, bf16 *now, bf16 *x) {
     int64_t T = p.rows * p.n, H = b.hidden;
@@ -199,13 +222,16 @@ extern "C" void body(const Body *model, const Pass *pass) {
             bool both = l == 0 && b.pairs && !b.front;
             for (int64_t t = 0; t < T && !both; t++)
                 normed(now + t * H, layer.norm, &x[t * H], H, b.epsilon);
+            convolved(layer.taps[0], x.data(), T, p.n, H);
             entered(b, p, l, x.data(), both ? 2 * H : H, heads.data());
             attended(b, p, l, heads.data(), (b.heads + 2 * b.kv_heads) * E, out.data());
             product(layer.out, layer.out_bias, out.data(), more.data(), T, b.heads * E, H, H);
+            convolved(layer.taps[1], more.data(), T, p.n, H);
             added(now, more.data(), T * H);
         }
         if (!layer.gate) continue;
         for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.after, &x[t * H], H, b.epsilon);
+        convolved(layer.taps[2], x.data(), T, p.n, H);
         bf16 *gate = inner.data(), *up = gate + T * I;
         product(layer.gate, layer.gate_bias, x.data(), gate, T, H, I, I);
         product(layer.up, layer.up_bias, x.data(), up, T, H, I, I);
@@ -216,6 +242,7 @@ extern "C" void body(const Body *model, const Pass *pass) {
             }
         });
         product(layer.down, layer.down_bias, gate, more.data(), T, I, H, H);
+        convolved(layer.taps[3], more.data(), T, p.n, H);
         added(now, more.data(), T * H);
     }
     for (int64_t t = 0; t < T; t++)

@@ -28,7 +28,7 @@ from draftsmith.models.taps import NORM, Tap
 
 HALVES = ("attention", "mlp")  # of a layer: what is added to its input, then to that
 Half = tuple[int, str]  # (a layer, one of HALVES)
-PARTS = 18  # tensors of a layer
+PARTS = 26  # tensors of a layer
 WIDTHS = (32, 64, 96, 128)  # of a head
 PIECE = 256  # tokens of prompts that a pass takes
 ALONE = 80  # tokens that it, on one thread, is faster with than torch on several
@@ -364,11 +364,12 @@ def parts_of(layer: Any) -> Sequence[Tensor | None]:
     (q, k, v), biases = qkv.tensors[0], qkv.tensors[1] or (None,) * 3
     attention = [weight_of(first), q, k, v, *biases, *map(weight_of, own), *sides(out)]
     halves = attention, [after.weight, *sides(gate_up), *sides(down)]
-    return [
+    made = [
         part if half in layer.halves else None
         for half, parts in zip(HALVES, halves, strict=True)
         for part in parts
     ]
+    return [*made, *layer.taps]
 
 
 def weight_of(norm: Any) -> Tensor | None:

@@ -333,6 +333,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "block": ("block", {"light": "layer", "last": True, "mask_token": -1}),
     "whole block": ("block", {"light": "layer", "labels": "same", "mask": "full", "layers": 2}),
     "dflash": ("dflash", {}),
+    "dflash2": ("dflash2", {"layers": 2, "rank": 64}),
     "jetspec": ("jetspec", {"layers": 2}),
     "dspark": ("dspark", {"rank": 64}),
 }
@@ -355,8 +356,8 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     """
     name, about = HEADS[kind]
     head = heads(name, pair[0], width=32, **about)
-    for weight in head.parameters():  # so small that the noise decides what is kept
-        weight.mul_(0.1 if weight.ndim > 1 else 1.0)
+    for part, weight in head.named_parameters():  # so small that the noise decides what is kept
+        weight.mul_(0.1 if weight.ndim > 1 and not part.endswith("base") else 1.0)
     if isinstance(head, Block):  # of the target's LM head
         head.norm.weight.mul_(0.1)
     folder = str(ours(tmp_path, head.bfloat16(), *pair))
