@@ -9,12 +9,13 @@ can't be accepted: alpha and tau fall a little, each draft call reads fewer byte
 target's.
 
 Without `size` the one with the largest MBSU on the tune part of `prompts` is written; the table is
-of the report part. No counted prompt may be in it. A draft LM keeps its whole LM head on disk, an
-EAGLE-3 head loses the rows.
+of the report part. No counted prompt may be in it. An EAGLE-3 head
+loses the rows; other drafters keep their LM heads whole on disk, or draft by the target's.
 
 Shapes: V rows of the target's LM head, D of them kept.
 """
 
+import copy
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, numbers, parse
-from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import drafter_in, has_folder, load_decoded
+from draftsmith.decode.drafters.load import drafter_in, drafter_of, has_folder, load_decoded
+from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
@@ -42,7 +43,8 @@ from draftsmith.models.disk.provenance import git_commit
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import kind_of, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle
-from draftsmith.models.servers.export import about, serve_line
+from draftsmith.models.heads.head import family
+from draftsmith.models.servers.export import serve_line
 from draftsmith.models.target import TargetSpec
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.models.vocab import DraftVocab
@@ -57,7 +59,7 @@ AS_IT_IS = "as it is"
 HEAD = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
 
 Row = dict[str, Any]
-Trimmable = LMDrafter | EagleDrafter
+Trimmable = LMDrafter | HeadDrafter
 
 
 @dataclass
@@ -117,9 +119,10 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
             stacklevel=2,
         )
     examples = load_examples(settings.data, tokenizer, "train")
-    # A draft LM that was trimmed before still has all its rows.
+    # All but EAGLE-3's still have all rows after they were trimmed.
     is_lm, has = isinstance(whole, LMDrafter), whole.vocab
-    choices = DraftVocab.whole(has.size) if is_lm else DraftVocab(has.ids_D.cpu(), has.size)
+    loses = isinstance(whole, HeadDrafter) and loses_rows(whole.head)
+    choices = DraftVocab(has.ids_D.cpu(), has.size) if loses else DraftVocab.whole(has.size)
     counts_V = counted(examples, choices.size)
     special = [token for token in tokenizer.all_special_ids if counts_V[token]]
     keep = (*eos_ids(target, tokenizer), *special)
@@ -148,7 +151,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
         target_fingerprint=opened.meta["target"] or mark,
         provenance=(opened.meta["provenance"] or {}) | {"trim": made},
         defaults=opened.meta["defaults"],
-        vocab=vocabs[size] if is_lm else None,
+        vocab=None if loses else vocabs[size],
     )
     return rows, serve_line(settings.out, settings.target)
 
@@ -159,14 +162,26 @@ def trimmed(
     """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
     if isinstance(drafter, LMDrafter):
         return LMDrafter(drafter.runner.model, tokens, vocab)
-    return type(drafter)(trimmed_head(drafter.head, vocab), target, tokens)
+    made: HeadDrafter = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
+    return made
 
 
-def trimmed_head(head: Any, vocab: DraftVocab) -> Eagle:
-    """An EAGLE-3 head with the LM-head rows of some of its tokens; the other weights are shared."""
+def loses_rows(head: Any) -> bool:
+    """Whether it has the rows of its draft vocabulary alone, as EAGLE-3 heads do."""
+    return isinstance(head, Eagle) and head.config.version == 3
+
+
+def trimmed_head(head: Any, vocab: DraftVocab) -> Any:
+    """A head that drafts some of its tokens; an EAGLE-3 one with their rows of its LM head alone.
+    The other weights are shared.
+    """
+    if not loses_rows(head):
+        made = copy.copy(head)
+        made.drafts = vocab
+        return made
     rows_DH = head.lm_head.weight.detach()
     with torch.device("meta"):
-        made: Eagle = type(head)(replace(head.config, draft_vocab=len(vocab.ids_D)))
+        made = type(head)(replace(head.config, draft_vocab=len(vocab.ids_D)))
     kept_D = torch.isin(head.vocab.ids_D, vocab.ids_D.to(rows_DH.device))
     maps = {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
     state = head.state_dict() | {name: ids.to(rows_DH.device) for name, ids in maps.items()}
@@ -245,14 +260,15 @@ def cells(row: Row) -> list[str]:
 
 def refuse_others(settings: Trim) -> None:
     """ValueError for a kind that has no rows to leave out; no model is loaded yet."""
-    kind, says = settings.drafter, "it has no LM head"
+    kind, trims = settings.drafter, False
     if has_folder(kind):
         kind = kind_of(kind, settings.target)
-        says = "" if kind == "lm" else about(kind).whole
-    if says:
+        made = None if kind == "lm" else family(kind, "decode.drafters", "Drafter")
+        trims = getattr(made, "trims", kind == "lm")
+    if not trims:
         raise ValueError(
-            f"drafter: got {settings.drafter!r} of kind {kind}, expected a draft LM or an EAGLE-3 "
-            f"head: {says}"
+            f"drafter: got {settings.drafter!r} of kind {kind}, expected a draft LM or a head with "
+            "an LM head, its own or borrowed for its drafts alone"
         )
 
 

@@ -26,7 +26,6 @@ from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
@@ -42,10 +41,10 @@ class BlockDrafter(HeadDrafter):
 
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.stacked)
-        self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+        self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
         self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
-            self.after = VocabHead(head.light.after.weight.detach(), None, vocab_size)
+            self.after = self.vocab_head(head.light.after.weight, vocab_size)
         self.body, self.nodes = lean_block(head), lean_nodes(head)
 
     @property
@@ -195,8 +194,10 @@ class BlockDrafter(HeadDrafter):
     def parameter_bytes(self) -> int:
         """The trunk's share and a light head's own; of a table of embeddings one row is read."""
         light, lm_head = self.head.light, self.head.target_head_VH.nbytes
+        lm_head -= self.left_out(self.lm_head)
         own = sum(p.nbytes for p in light.parameters())
         whole = sum(p.nbytes for p in self.head.parameters()) - own
         own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))
+        own -= self.left_out(self.after) if self.after is not None else 0
         once, each = (whole, own + lm_head) if light.deep else (whole + lm_head, own)
         return once // self.levels + each

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Frontier, Kept, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.models.heads.chimera import Chimera
 from draftsmith.models.layers.layer import Keep
 
@@ -27,8 +26,8 @@ class ChimeraDrafter(HeadDrafter):
 
     def __init__(self, head: Chimera, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
-        heads = (head.head_VH(depth).detach() for depth in range(head.levels))
-        self.outputs = [VocabHead(head_VI, None, vocab_size) for head_VI in heads]
+        heads = map(head.head_VH, range(head.levels))
+        self.outputs = tuple(self.vocab_head(head_VI, vocab_size) for head_VI in heads)
 
     def reset(self, rows: int, slots: int) -> None:
         super().reset(rows, slots)

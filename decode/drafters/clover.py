@@ -14,7 +14,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, clover_rounds
 from draftsmith.decode.forward.compressed import STEP
 from draftsmith.decode.forward.lean_heads import lean_prefix
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.clover import Clover
 
 
@@ -25,7 +25,7 @@ class CloverDrafter(HeadDrafter):
 
     def __init__(self, head: Clover, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
-        self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+        self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
         self.prefix = lean_prefix(head) or head.prefix
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Where | None) -> Tensor:

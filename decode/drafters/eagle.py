@@ -32,9 +32,10 @@ class EagleDrafter(HeadDrafter):
 
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
-        self.vocab = head.vocab
-        ids_D = None if self.vocab.is_full else self.vocab.ids_D
-        self.lm_head = VocabHead(head.head_DH.detach(), ids_D, vocab_size)
+        if len(head.head_DH) == head.rows:
+            self.lm_head = self.vocab_head(head.head_DH, vocab_size)
+        else:  # which has no others
+            self.lm_head = VocabHead(head.head_DH.detach(), self.vocab.ids_D, vocab_size)
         self.body: Eagle | LeanEagle = lean_eagle(head) or head
 
     @property

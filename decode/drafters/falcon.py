@@ -23,7 +23,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, falcon_rounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean_heads import lean_prefix
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.falcon import OF_LSTM, Falcon
 from draftsmith.models.layers.layer import Attention, causal
 
@@ -36,7 +36,7 @@ class FalconDrafter(HeadDrafter):
 
     def __init__(self, head: Falcon, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
-        self.lm_head = VocabHead(head.target_head_VH.detach(), None, vocab_size)
+        self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
         self.prefix, self.stride = lean_prefix(head), head.block
         self.wide = head.block * head.hidden  # of a block's rows side by side
 

@@ -17,7 +17,7 @@ from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
 from draftsmith.decode.forward.lean_heads import LeanStack, lean_prefix
-from draftsmith.decode.forward.product import Product, VocabHead, sides
+from draftsmith.decode.forward.product import Product, sides
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.hydra import Hydra
 
@@ -37,7 +37,7 @@ class HydraDrafter(HeadDrafter):
         self.entries = [Product.of(pair) for pair in entries]
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         outputs = [head.output(depth) for depth in levels]
-        self.outputs = [VocabHead(o.weight.detach(), None, vocab_size, o.bias) for o in outputs]
+        self.outputs = tuple(self.vocab_head(o.weight, vocab_size, o.bias) for o in outputs)
 
     @property
     def size(self) -> ModelSize:

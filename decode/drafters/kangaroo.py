@@ -31,7 +31,7 @@ class KangarooDrafter(HeadDrafter):
     """
 
     head: Kangaroo
-    shares = True
+    shares, trims = True, False  # it drafts by the target's own LM head
     held = ("pool", "target_pool")
 
     def __init__(self, head: Kangaroo, target: PreTrainedModel, vocab_size: int) -> None:

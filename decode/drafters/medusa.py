@@ -12,7 +12,7 @@ from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.grow_tree import grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import InRounds, heads_rounds
-from draftsmith.decode.forward.product import Product, VocabHead, sides
+from draftsmith.decode.forward.product import Product, sides
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.medusa import Medusa
 
@@ -30,7 +30,7 @@ class MedusaDrafter(HeadDrafter):
         self.blocks = Product.of([first.linear for first, *_ in blocks])
         self.more = [[Product.of([block.linear]) for block in more] for _, *more in blocks]
         own = range(head.levels if head.config.own_heads else 1)
-        self.outputs = [VocabHead(head.head_VH(k).detach(), None, vocab_size) for k in own]
+        self.outputs = tuple(self.vocab_head(head.head_VH(k), vocab_size) for k in own)
 
     def feed(self, request: Round) -> Feed:
         states_BKH = shared_BKV = self.state_BH
@@ -69,14 +69,16 @@ class MedusaDrafter(HeadDrafter):
 
     @property
     def parameter_bytes(self) -> int:
-        shared = 0 if self.head.config.own_heads else self.head.target_head_VH.nbytes
-        return super().parameter_bytes + shared // self.levels
+        if self.head.config.own_heads:
+            return super().parameter_bytes
+        read = [*self.head.parameters(), self.outputs[0].weight]
+        return sum(tensor.nbytes for tensor in read) // self.levels
 
     def _logits(self, states_BKH: Tensor) -> Tensor:
         """Of the first heads; one matrix of all is read once."""
         if not self.head.config.own_heads:
             return self.outputs[0].logits(states_BKH)
-        shape = *states_BKH.shape[:2], len(self.outputs[0].weight)
+        shape = *states_BKH.shape[:2], self.outputs[0].size
         logits_BKV = states_BKH.new_empty(shape, dtype=torch.float32)
         for depth, state_BH in enumerate(states_BKH.unbind(1)):
             logits_BKV[:, depth] = self.outputs[depth].logits(state_BH)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.mixture import Mixture
 
@@ -27,7 +26,7 @@ class MixtureDrafter(HeadDrafter):
 
     def __init__(self, head: Mixture, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
-        self.lm_head = VocabHead(head.head_DH.detach(), None, vocab_size)
+        self.lm_head = self.vocab_head(head.head_DH, vocab_size)
 
     @property
     def size(self) -> ModelSize:

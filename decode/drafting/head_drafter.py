@@ -21,11 +21,12 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.forward.attention import Attend, Seen
 from draftsmith.decode.forward.kv import KVPool, SlotCache, round_up
 from draftsmith.decode.forward.lean import Attending
-from draftsmith.decode.forward.product import quick
+from draftsmith.decode.forward.product import VocabHead, quick
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import Head
 from draftsmith.models.layers.layer import Attention, Keep, causal
+from draftsmith.models.vocab import DraftVocab
 
 Where = tuple[Tensor, Attention]  # positions [B, N], and how they attend
 
@@ -39,8 +40,10 @@ class HeadDrafter(Drafter):
     """
 
     head: Head
+    outputs: tuple[VocabHead, ...] = ()  # the head's own LM heads, of those that have one a level
     owes = True
     attends = True  # whether `read` attends; else it is told where keys and values go
+    trims = True  # whether it can draft some tokens alone
     held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(
@@ -53,6 +56,19 @@ class HeadDrafter(Drafter):
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.layer = layer
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """The tokens that it drafts."""
+        return self.head.vocab
+
+    def vocab_head(self, rows_VH: Tensor, size: int, bias_V: Tensor | None = None) -> VocabHead:
+        """An LM head of the tokens that it drafts, of a tokenizer's `size`."""
+        if self.vocab.is_full:
+            return VocabHead(rows_VH.detach(), None, size, bias_V)
+        ids_D = self.vocab.ids_D.to(rows_VH.device)
+        bias_D = None if bias_V is None else bias_V[ids_D]
+        return VocabHead(rows_VH.detach()[ids_D], ids_D, size, bias_D)
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Any) -> Tensor:
         """States [B, N, H] from the target's, in the head's type, and the tokens after them."""
@@ -122,7 +138,12 @@ class HeadDrafter(Drafter):
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the weights read in a round of all levels, shared out among as many calls."""
-        return sum(p.nbytes for p in self.head.parameters()) // self.levels
+        own = sum(p.nbytes for p in self.head.parameters())
+        return (own - sum(map(self.left_out, self.outputs))) // self.levels
+
+    def left_out(self, output: VocabHead) -> int:
+        """Bytes of the rows of an LM head for tokens that it doesn't draft."""
+        return output.weight.nbytes * self.head.rows // len(self.vocab.ids_D) - output.weight.nbytes
 
 
 class HeadKV(KVPool):

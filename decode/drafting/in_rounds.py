@@ -145,7 +145,7 @@ def one_pass_rounds(
 
 def heads_rounds(
     blocks: Sequence[Sequence[Sequence[Tensor | None]]],
-    outputs: Sequence[Product],
+    outputs: Sequence[VocabHead],
     temperature: float,
     state_BH: Tensor,
     embedding_VH: Tensor | None = None,
@@ -166,6 +166,7 @@ def heads_rounds(
     )
     laid = (_Level * len(outputs))(*levels)
     how = ChainCall(size=len(outputs[0].weight), temperature=temperature)
+    how.ids = pointer(outputs[0].ids_D)
     parts = ctypes.addressof(how), ctypes.addressof(laid), pointer(embedding_VH), pointer(state_BH)
     made, before, at = library(), None, None
     if prefix is not None:

@@ -258,8 +258,8 @@ extern "C" void attend(const Body *b, const Pass *p, int64_t layer, const bf16 *
     attended(*b, *p, layer, queries, b->heads * b->width, out);
 }
 
-// The best token at a row's level by its logits; scores: of all, where they are wanted; more: what is
-// added to the logits.
+// The best token at a row's level by its logits; scores: of all rows, where they are wanted; more: what
+// is added to the logits.
 static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k, float &most,
                       float *scores = nullptr, const bf16 *more = nullptr) {
     int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step, best = 0;
@@ -273,7 +273,7 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
         if (scores) scores[d] = score;
         if (score > most) most = score, best = d;
     }
-    return best;
+    return c.ids ? c.ids[best] : best;
 }
 
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,
@@ -314,13 +314,13 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
         product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
         for (int64_t row = 0; row < B; row++) {
             float most, *all = c.sure ? scores.data() : nullptr;
-            int64_t best = chosen(c, &logits[row * c.size], row, k, most, all);
+            fed[row] = chosen(c, &logits[row * c.size], row, k, most, all);
             if (c.sure) {
                 F16 total = (F16){};
                 for (int64_t d = 0; d < c.size; d += 16) total += exp16(read<F16>(&scores[d]) - most);
                 c.sure[row * c.steps + k] = -logf(sum16(total));
             }
-            fed[row] = tokens[row * c.steps + k] = c.ids ? c.ids[best] : best;
+            tokens[row * c.steps + k] = fed[row];
         }
         if (!c.pending && k + 1 < c.steps) feed(k);
     }

@@ -213,7 +213,7 @@ class NativeBody:
 
     def reads_out(self, head: VocabHead) -> bool:
         """Whether an LM head's logits are a product of C++ too."""
-        return head.ids_D is None and head.native is not None
+        return head.native is not None
 
     def step(
         self,

@@ -79,14 +79,13 @@ def save_drafter(
             f"got {folder}, which exists and isn't a drafter folder; expected a new one, or a "
             "drafter folder to replace; choose another"
         )
-    assert vocab is None or kind == "lm", f"a {kind} head has its draft vocabulary in itself"
     broken = [name for name, p in model.named_parameters() if not torch.isfinite(p).all()]
     if broken:
         raise ValueError(
             f"got weights that aren't finite ({', '.join(broken[:4])}); expected numbers; "
             f"nothing was written to {folder}: go back to an earlier state"
         )
-    drafts = model.vocab if isinstance(model, Head) else vocab
+    drafts = vocab or (model.vocab if isinstance(model, Head) else None)
     drafts = None if drafts is None or drafts.is_full else drafts
     meta = {
         "schema": SCHEMA,
@@ -167,11 +166,12 @@ def open_drafter(
         return foreign
     meta = read_meta(folder)
     _check_weights(folder, meta["kind"])
-    rows = int(read_json(folder / "config.json").get("vocab_size") or 0)
-    vocab = None
+    config = read_json(folder / "config.json")
+    rows = int(config.get("vocab_size") or 0)
     if meta["kind"] == "lm":
         rows = load_config(folder).get_text_config().vocab_size
-        vocab = read_vocab(folder, meta, rows)
+    # EAGLE-3 heads have their map among their weights.
+    vocab = None if "draft_vocab_size" in config else read_vocab(folder, meta, rows)
     drafter = DrafterFolder(folder, meta["kind"], meta, vocab=vocab)
     tokenizer = load_tokenizer(folder)
     check_logit_width(rows, tokenizer, f"the draft {folder}")

@@ -131,7 +131,6 @@ class Eagle(LayerHead):
             "EAGLE-1",
             {"sglang": Reads("EAGLE"), "vllm": Reads("eagle")},
             learns=True,
-            whole="an EAGLE-1 head multiplies the target's LM head, which the target needs whole",
         ),
         "eagle3": Kind(
             "EAGLE-3",
@@ -143,16 +142,13 @@ class Eagle(LayerHead):
                 "tensorrt": Reads("Eagle3", True, TAKES, misread=unread_by_tensorrt),
             },
             learns=True,
-            whole="",
         ),
         "dovetail": Kind(
             "an EAGLE-1 head with Dovetail's gated fusion",
-            whole="a Dovetail head multiplies the target's LM head, which the target needs whole",
         ),
         "mtp": Kind(
             "an MTP module apart from its model",
             learns=True,
-            whole="an MTP module multiplies the target's LM head, which the target needs whole",
         ),
     }
 
@@ -198,7 +194,7 @@ class Eagle(LayerHead):
     @property
     def vocab(self) -> DraftVocab:
         if not hasattr(self, "d2t"):
-            return DraftVocab(torch.arange(self.rows, device=self.fc.weight.device), self.rows)
+            return super().vocab
         assert isinstance(self.d2t, Tensor)
         return DraftVocab.from_offsets(self.d2t, self.rows)
 

@@ -48,14 +48,12 @@ class Reads(NamedTuple):
 @dataclass(frozen=True)
 class Kind:
     """What is known of a kind before one is loaded. title: in sentences; stacks: who reads it, by
-    the names of `server_facts.STACKS`; learns: whether from served requests; whole: why no row of
-    its LM head can be left out, "" where any can.
+    the names of `server_facts.STACKS`; learns: whether from served requests.
     """
 
     title: str
     stacks: dict[str, Reads] = field(default_factory=dict)
     learns: bool = False
-    whole: str = "its LM head's rows are all the target's: no layout of theirs has a map"
 
 
 class Head(nn.Module):
@@ -68,6 +66,7 @@ class Head(nn.Module):
     rows: int  # of the target's LM head, padding included
     context: int  # positions that it knows; ANY_DEPTH where it knows none
     levels: int  # tokens ahead that it can draft
+    drafts: DraftVocab | None = None  # the tokens that its folder says it drafts; None: all
     _borrowed: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -94,9 +93,9 @@ class Head(nn.Module):
         raise NotImplementedError
 
     @property
-    def vocab(self) -> DraftVocab | None:
-        """The tokens that it drafts; None: all."""
-        return None
+    def vocab(self) -> DraftVocab:
+        """The tokens that it drafts."""
+        return self.drafts or DraftVocab.whole(self.rows)
 
     def bind(self, target: PreTrainedModel) -> Self:
         """Borrow the target's embeddings and LM head, both [V, H]; ValueError if sizes differ."""

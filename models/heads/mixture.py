@@ -28,7 +28,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from draftsmith.models.heads.head import ANY_DEPTH, Kind, LayerHead
 from draftsmith.models.layers.layer import Attention, EagleLayer, causal, stack
 from draftsmith.models.taps import Tap
-from draftsmith.models.vocab import DraftVocab
 
 
 class Mixture(LayerHead):
@@ -52,10 +51,6 @@ class Mixture(LayerHead):
         self.fc = nn.Linear(wide, self.hidden)
         self.norm = LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps)
         self.layers = stack(layer)
-
-    @property
-    def vocab(self) -> DraftVocab:
-        return DraftVocab(torch.arange(self.rows, device=self.fc.weight.device), self.rows)
 
     @property
     def head_DH(self) -> Tensor:

@@ -44,7 +44,7 @@ class PEagleConfig(EagleConfig):
 class PEagle(Eagle):
     """An EAGLE-3 head whose deeper rows read what was learnt; as token, -d is MASK_d."""
 
-    kinds: ClassVar = {"peagle": Kind("P-EAGLE", whole="")}
+    kinds: ClassVar = {"peagle": Kind("P-EAGLE")}
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig) -> None:

@@ -109,8 +109,9 @@ def opened(case: Case) -> list[Finding]:
     except ValueError as error:
         return [Finding(name, "fault", str(error), {OURS: "refuses it"}, "see the message")]
     findings = [Finding(name, "ok")]
-    if found.vocab is not None:  # of a draft LM: known to our decoder alone
-        says, whole = f"{len(found.vocab.ids_D)} of {found.vocab.size} tokens", about("lm").stacks
+    if found.vocab is not None:  # known to our decoder alone
+        says = f"{len(found.vocab.ids_D)} of {found.vocab.size} tokens"
+        whole = about(found.kind).stacks
         servers = {STACKS[stack].name: "drafts with its whole LM head" for stack in whole}
         findings.append(Finding("draft vocabulary", "ok", says, servers))
     return findings

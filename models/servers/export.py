@@ -132,7 +132,7 @@ def serve_line(
     """
     here, folder, quoted = Path(folder_path), Path(named or folder_path), shlex.quote(target)
     meta = read_meta(here)
-    kind, K, known = meta["kind"], served_K(meta), about(meta["kind"])
+    K, known = served_K(meta), about(meta["kind"])
     title, stacks = known.title, known.stacks
     if rates:
         stacks = {to: reads for to, reads in stacks.items() if STACKS[to].synthetic}
@@ -157,7 +157,7 @@ def serve_line(
         return "\n".join(line for line in lines if not line.startswith("#"))
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# not for {' and '.join(without)}: they load no such head"] if without else []
-    return "\n".join([*lines, *(_notes(here, meta) if kind == "lm" else [])])
+    return "\n".join([*lines, *_notes(here, meta)])
 
 
 def served_K(meta: dict[str, Any]) -> int:
@@ -203,13 +203,16 @@ def launch(
 
 
 def _notes(folder: Path, meta: dict[str, Any]) -> list[str]:
-    """What servers make of a draft LM's vocabulary."""
-    lines, drafted = [], meta.get("vocabulary_map")
-    if drafted is not None:
+    """What servers make of its vocabulary."""
+    lines = []
+    if (folder / FILE).exists():
+        drafted = meta["vocabulary_map"]
         lines.append(
-            f"# servers know no draft vocabulary of a draft LM: there it drafts all "
+            f"# servers know no draft vocabulary of such a drafter: there it drafts all "
             f"{drafted['target']:,} tokens, by python -m draftsmith {drafted['draft']:,}"
         )
+    if meta["kind"] != "lm":
+        return lines
     rows = load_config(folder).get_text_config().vocab_size
     wanted = (meta["target"] or {}).get("logit_rows", rows)
     if rows != wanted:

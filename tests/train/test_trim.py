@@ -1,4 +1,4 @@
-"""Draft vocabularies of draft LMs and EAGLE-3 heads: lossless, and worth what the table says."""
+"""Draft vocabularies of draft LMs and heads: lossless, and worth what the table says."""
 
 import copy
 import json
@@ -12,9 +12,8 @@ from head_folders import made, on_disk, ours
 from saved_drafts import save_draft
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
 from draftsmith.decode.forward.lean import LeanBody
@@ -27,7 +26,7 @@ from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.servers.doctor import examine, outlook
 from draftsmith.models.servers.export import export, serve_line
 from draftsmith.models.vocab import FILE, DraftVocab
-from draftsmith.train.drafts.start import given_draft
+from draftsmith.train.drafts.start import earlier_head, given_draft
 from draftsmith.train.text.prepared import answer_file, claim, load_prepared
 from draftsmith.train.trim import AS_IT_IS, Trim, run, trimmed_head
 
@@ -186,17 +185,36 @@ def test_the_most_frequent_of_those_there_are() -> None:
             whole.among(counts_V, size, keep)
 
 
-def test_a_trimmed_head_drafts_as_before_what_it_kept(tiny_target: PreTrainedModel) -> None:
-    head = made("eagle3", tiny_target)
-    assert isinstance(head, Eagle)
+@pytest.mark.parametrize(
+    ("kind", "about", "rows"),  # of LM heads, left out, that a draft call doesn't read
+    [
+        ("eagle3", {}, 120),
+        ("eagle1", {}, 240),
+        ("mtp", {}, 240),
+        ("medusa", {}, 240),
+        ("medusa", {"own_heads": False}, 80),
+        ("hydra", {"head_bias": True}, 240),
+        ("dflash", {}, 60),
+        ("dspark", {"rank": 32}, 60 + 240),
+        ("block", {"light": "layer"}, 240),
+        ("clover2", {}, 240),
+        ("falcon-2", {}, 120),
+    ],
+    ids=str,
+)
+def test_a_trimmed_head_drafts_as_before_what_it_kept(
+    tiny_target: PreTrainedModel, kind: str, about: dict[str, Any], rows: int
+) -> None:
+    head = made(kind, tiny_target, **about)
     fewer = DraftVocab(head.vocab.ids_D[::4], V)
-    before, after = (EagleDrafter(h, tiny_target, V) for h in (head, trimmed_head(head, fewer)))
+    before, after = (drafter_of(h, tiny_target, V) for h in (head, trimmed_head(head, fewer)))
     ids_BT = torch.tensor([PROMPTS[0] * 2])
-    taps_BTU = torch.randn(1, 6, 64)
+    taps_BTU = torch.randn(1, 6, 32 * len(head.taps))
     wanted_BTV, got_BTV = (d.teacher_logits(ids_BT, taps_BTU)[:, 1:] for d in (before, after))
     torch.testing.assert_close(got_BTV[..., fewer.ids_D], wanted_BTV[..., fewer.ids_D])
     assert got_BTV[..., ~fewer.t2d_V].isneginf().all()
-    assert before.parameter_bytes - after.parameter_bytes == 120 * 32 * 4
+    assert before.parameter_bytes - after.parameter_bytes == rows * 32 * 4
+    assert len(head.vocab.ids_D) == len(before.vocab.ids_D) > len(after.vocab.ids_D)
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -276,6 +294,34 @@ def test_the_command_trims_an_eagle_head(
     assert torch.equal(got.fc.weight, head.fc.weight)
 
 
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_other_heads_keep_their_rows_and_have_a_map_beside(
+    pair: Any, at_hand: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    target, _, tokenizer = pair
+    head = made(kind, target)
+    ours(tmp_path / "head", head, target, tokenizer)
+    settings = asking(at_hand, tmp_path / "out", drafter=str(tmp_path / "head"), sizes="9", size=50)
+    rows, _ = run(settings, [])
+    assert [row["tokens"] for row in rows] == [V, 9, 50]
+    opened = open_drafter(tmp_path / "out", fingerprint(target, tokenizer))
+    assert opened.vocab is not None and len(opened.vocab.ids_D) == 50
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(opened.head().state_dict()[name], tensor)
+    drafter = load_drafter(str(tmp_path / "out"), target, tokenizer)
+    params = SamplingParams(temperature=1.0, max_new_tokens=24, ignore_eos=True)
+    plain = Decoder(target, tokenizer).generate(PROMPTS, params)
+    done = Decoder(target, tokenizer, drafter, batch_size=2).generate(PROMPTS, params)
+    assert [one.tokens for one in done] == [one.tokens for one in plain]
+    drafted = {t for c in done for t, own in zip(c.tokens, c.accepted, strict=True) if own}
+    assert drafted <= set(opened.vocab.ids_D.tolist())
+    with pytest.warns(UserWarning, match="comes last"):
+        earlier_head(str(tmp_path / "out"), target, tokenizer, (kind, "dspark"), "")
+    (tmp_path / "out" / FILE).unlink()
+    with pytest.raises(ValueError, match=f"a vocabulary_map and no {FILE}"):
+        open_drafter(tmp_path / "out", fingerprint(target, tokenizer))
+
+
 def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: Path) -> None:
     def refuse(says: str, **more: Any) -> None:
         with warnings.catch_warnings(), pytest.raises(ValueError, match=says):
@@ -284,10 +330,10 @@ def test_what_the_command_refuses(pair: Any, at_hand: dict[str, str], tmp_path: 
         assert not (tmp_path / "out").exists()
 
     refuse("expected whole numbers", sizes="many")
-    refuse("no LM head", drafter="ngram")
-    for kind, why in (("eagle1", "target's LM head"), ("medusa", "no layout of theirs")):
+    refuse("its own or borrowed", drafter="ngram")
+    for kind in ("kangaroo", "longspec"):
         head = ours(tmp_path / kind, made(kind, pair[0]), pair[0], pair[2])
-        refuse(why, drafter=str(head))
+        refuse("its own or borrowed", drafter=str(head))
     refuse("less than the 320 there are", sizes="320")
     refuse("say prompts=", prompts="")
     # A text file is taken whole: its prompts hold those that were counted.

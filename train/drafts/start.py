@@ -19,7 +19,7 @@ from draftsmith.command import check_least, check_one_of
 from draftsmith.models.draft_init import head_size, start_from_target
 from draftsmith.models.draft_lm import draft_from_config, load_draft, recast
 from draftsmith.models.fingerprint import fingerprint
-from draftsmith.models.folder.drafter_folder import open_drafter, save_drafter
+from draftsmith.models.folder.drafter_folder import DrafterFolder, open_drafter, save_drafter
 from draftsmith.models.heads.eagle import Eagle, EagleConfig
 from draftsmith.models.heads.mixture import Mixture
 from draftsmith.models.heads.peagle import PEagle, PEagleConfig
@@ -137,14 +137,19 @@ def given_draft(
             f"got draft={path}, a head of kind {folder.kind}, expected a draft LM; train/heads.py "
             "and train/eagle.py train heads, train/scorers.py an acceptance head for one"
         )
+    warn_of_trimmed(folder)
+    return folder.model("float32")
+
+
+def warn_of_trimmed(folder: DrafterFolder) -> None:
+    """Where it drafts some tokens alone, that what is trained from it drafts them all."""
     if folder.vocab is not None:
         warnings.warn(
-            f"{path} drafts {len(folder.vocab.ids_D):,} of {folder.vocab.size:,} tokens; here it "
-            "has them all again, and so has what is trained from it: `python -m draftsmith trim` "
-            "needs no training and comes last",
-            stacklevel=2,
+            f"{folder.path} drafts {len(folder.vocab.ids_D):,} of {folder.vocab.size:,} tokens; "
+            "here it has them all again, and so has what is trained from it: `python -m draftsmith "
+            "trim` needs no training and comes last",
+            stacklevel=3,
         )
-    return folder.model("float32")
 
 
 def open_reference(
@@ -263,6 +268,7 @@ def earlier_head(
     folder = open_drafter(path, fingerprint(target, tokenizer), **given)
     if folder.kind not in kinds:
         raise ValueError(f"head.path: got {path} of kind {folder.kind}, expected {expected}")
+    warn_of_trimmed(folder)
     head: Any = place(folder.head("float32"), target.device)
     return head.bind(target)
 

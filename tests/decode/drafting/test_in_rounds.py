@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import sampling
 from draftsmith.decode.drafters.falcon import FalconDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine import rows
@@ -45,6 +45,7 @@ from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.clover import Clover
 from draftsmith.models.heads.falcon import Falcon
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.trim import trimmed_head
 
 pytestmark = NEEDS
 
@@ -337,9 +338,12 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "jetspec": ("jetspec", {"layers": 2}),
     "dspark": ("dspark", {"rank": 64}),
 }
+# That draft every other token alone.
+TRIMMED = {f"some of {kind}": HEADS[kind] for kind in ("medusa", "clover2", "falcon-2", "dspark")}
+TRIMMED["some of block"] = HEADS["block"]
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [*HEADS, *TRIMMED])
 @pytest.mark.parametrize(("way", "batch"), [("greedy", 1), ("drawn", 1), ("drawn", 2)])
 def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     pair: Pair,
@@ -354,7 +358,7 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     block drafters, whose context is normed outside of a pass, as EAGLE-3.1's taps are, and of
     Clover's and Falcon's, up to a rounding of that.
     """
-    name, about = HEADS[kind]
+    name, about = (HEADS | TRIMMED)[kind]
     head = heads(name, pair[0], width=32, **about)
     for part, weight in head.named_parameters():  # so small that the noise decides what is kept
         weight.mul_(0.1 if weight.ndim > 1 and not part.endswith("base") else 1.0)
@@ -365,7 +369,10 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
     prompts = [[5], [7, 5]][:batch] if kind == "falcon-4" else TEXTS[2 : 2 + batch]
 
     def answered() -> tuple[list[Completion], list[Any]]:
-        drafter = load_drafter(folder, *pair)
+        drafter: Any = load_drafter(folder, *pair)
+        if kind in TRIMMED:
+            half = DraftVocab(torch.arange(0, drafter.head.rows, 2), drafter.head.rows)
+            drafter = drafter_of(trimmed_head(drafter.head, half), pair[0], len(pair[1]))
         decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
         done = decoder.generate(prompts, WAYS[way])
         assert isinstance(drafter, HeadDrafter)
