@@ -99,7 +99,7 @@ class BlockDrafter(HeadDrafter):
             return None
         size = 0 if plan.mask == "causal" else head.block
         last_HH = head.last.weight if plan.last else None
-        more = (light.before.weight, light.after.weight) if light.rank else (None, None)
+        more = (None, None) if self.after is None else (light.before.weight, self.after.weight)
         more += (light.gate.weight if plan.light == "selector" else None,)
         made = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH, *more
         trunk = Trunk(len(head.layers), head.first, size, made, light.rank)

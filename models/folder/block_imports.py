@@ -9,10 +9,24 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.folder.foreign import Foreign, layer_config, needs, our_names, unfit
+from draftsmith.models.folder.foreign import (
+    Foreign,
+    foreign_vocab,
+    layer_config,
+    needs,
+    our_names,
+    unfit,
+)
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.block import Block
-from draftsmith.models.layouts.block_layouts import MARKOV, MARKOV_HEAD, MASK_FILE, NAMES, vector_of
+from draftsmith.models.layouts.block_layouts import (
+    AFTER,
+    MARKOV,
+    MARKOV_HEAD,
+    MASK_FILE,
+    NAMES,
+    vector_of,
+)
 
 Config = dict[str, Any]
 BLOCKS = ("dflash", "dspark")  # speculators' types that are block drafters
@@ -67,9 +81,6 @@ def _block(
     rows = config.get("vocab_size") or (target and target.vocab_size)
     if not rows:
         raise needs(checkpoint, "how many tokens there are")
-    drafted = config.get("draft_vocab_size") or rows
-    if drafted != rows or "d2t" in checkpoint.file_of:
-        raise unfit(checkpoint, f"drafts {drafted} of {rows} tokens", "one that drafts all of them")
     size, mask = config.get("block_size"), config.get("mask_token_id")
     if not taps or not isinstance(size, int) or not isinstance(mask, int):
         got = f"says layers {taps}, block_size={size}, mask_token_id={mask}"
@@ -81,6 +92,8 @@ def _block(
     if any(name.startswith("confidence_head.") for name in names):
         notes.append("its confidence head is left out")
     names = {n: t for n, t in names.items() if not n.startswith(("confidence_head.", "lm_head."))}
+    drafted = int(config.get("draft_vocab_size") or rows)
+    vocab = foreign_vocab(drafted, int(rows), names, checkpoint)
     made = layer_config(config, "qwen3", vocab=int(rows))
     reads, wanted = checkpoint.meta.get("fc.weight"), len(taps) * made["hidden_size"]
     if reads is not None and reads.shape[1] != wanted:
@@ -105,13 +118,17 @@ def _block(
         "architectures": ["BlockDrafter"],
     }
     tensors = {}
+    if vocab is not None and AFTER in names:  # ours has a row of every token
+        [after_DR] = checkpoint.read([names.pop(AFTER)]).values()
+        after_VR = after_DR.new_zeros(int(rows), after_DR.shape[1])
+        tensors[AFTER] = after_VR.index_copy(0, vocab.ids_D, after_DR)
     own = Path(checkpoint.path, MASK_FILE)
     if own.is_file():
         tensors["mask"] = vector_of(torch.load(own, map_location="cpu", weights_only=True))
         made["mask_token"] = -1
     with torch.device("meta"):
         kind = Block.from_json(made).kind
-    return kind, made, names, tensors, tuple(notes)
+    return kind, made, names, tensors, tuple(notes), vocab
 
 
 def _causal(config: Config, checkpoint: Checkpoint) -> tuple[bool, str]:

@@ -131,8 +131,11 @@ class DrafterFolder:
         if self.foreign is None:
             config = read_json(self.path / "config.json")
             tensors = load_file(self.path / "model.safetensors")
-            return assembled(heads()[self.kind], config, tensors, dtype)
-        return self.foreign[0].head(self.foreign[1], dtype)
+            head = assembled(heads()[self.kind], config, tensors, dtype)
+        else:
+            head = self.foreign[0].head(self.foreign[1], dtype)
+        head.drafts = self.vocab
+        return head
 
 
 def open_drafter(
@@ -219,7 +222,7 @@ def _open_foreign(
         if any(name.startswith(TOKENIZER_FILES) for name in files):
             check_same_tokenizer(target_tokenizer, load_tokenizer(folder))
     meta = _without_meta(foreign.kind, note)
-    return DrafterFolder(folder, foreign.kind, meta, found)
+    return DrafterFolder(folder, foreign.kind, meta, found, foreign.vocab)
 
 
 def kind_of(folder: str, target: str) -> str:

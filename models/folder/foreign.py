@@ -16,6 +16,7 @@ from draftsmith.models.disk.read_lm import tensor_faults
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.head import Head, assembled, heads, outlined
 from draftsmith.models.layers.layer import LAYER_FIELDS
+from draftsmith.models.vocab import DraftVocab
 
 # Tensors that heads carry and that ours don't need: the target's embeddings, and what follows from
 # the config.
@@ -54,7 +55,8 @@ class TargetNeeded(ValueError):
 @dataclass(frozen=True)
 class Foreign:
     """A head in another layout. layout: whose; kind: ours; config: our config.json; names: our name
-    of a tensor -> theirs; made: tensors that follow from the others; notes: for the user.
+    of a tensor -> theirs; made: tensors that follow from the others; notes: for the user; vocab:
+    the tokens that it drafts, where the head doesn't hold that (None: all).
     """
 
     layout: str
@@ -63,6 +65,7 @@ class Foreign:
     names: dict[str, str]
     made: dict[str, Tensor] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    vocab: DraftVocab | None = None
 
     def faults(self, checkpoint: Checkpoint) -> dict[str, list[str]]:
         """How its tensors differ from those of the head that the config describes."""
@@ -162,3 +165,42 @@ def unfit(checkpoint: Checkpoint, got: str, expected: str) -> ValueError:
         f"got {checkpoint.path}, which {got}; expected {expected}; `python -m draftsmith doctor "
         f"{checkpoint.path}` says more"
     )
+
+
+def foreign_vocab(
+    draft: int, rows: int, names: dict[str, str], checkpoint: Checkpoint
+) -> DraftVocab | None:
+    """The part of the vocabulary that a head drafts, None where it is whole, by its d2t and t2d,
+    which leave `names`.
+    """
+    stored = {name: names.pop(name) for name in ("d2t", "t2d") if name in names}
+    values = checkpoint.read(stored.values())
+    d2t_D, t2d_V = (values.get(stored.get(name, "")) for name in ("d2t", "t2d"))
+    if draft == rows:
+        if d2t_D is not None and d2t_D.any():
+            raise unfit(checkpoint, "moves tokens of a whole vocabulary (d2t)", "no d2t, or zeros")
+        return None
+    if d2t_D is not None:
+        if holds_ids(d2t_D, t2d_V, rows):
+            raise unfit(checkpoint, "holds ids in d2t", "offsets, id - position")
+        vocab = DraftVocab.from_offsets(d2t_D, rows)
+    elif t2d_V is not None:
+        vocab = DraftVocab(t2d_V.nonzero().flatten(), rows)
+    else:
+        got = f"drafts {draft} of {rows} tokens and has neither d2t nor t2d"
+        raise unfit(checkpoint, got, "the map that says which tokens it drafts")
+    if len(vocab.ids_D) != draft:
+        raise unfit(checkpoint, f"maps {len(vocab.ids_D)} tokens and drafts {draft}", "as many")
+    return vocab
+
+
+def holds_ids(d2t_D: Tensor, t2d_V: Tensor | None, rows: int) -> bool:
+    """Whether d2t holds the tokens themselves in place of offsets: t2d says so, or, without one,
+    they ascend within the vocabulary and lead out of it as offsets.
+    """
+    given = d2t_D.tolist()
+    if t2d_V is not None:
+        own = t2d_V.nonzero().flatten().tolist()
+        return given == own != [offset + i for i, offset in enumerate(given)]
+    ascend = bool(given) and given[0] >= 0 and given == sorted(set(given))
+    return ascend and given[-1] < rows <= given[-1] + len(given) - 1

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.models.disk.read_lm import read_json
@@ -22,6 +21,7 @@ from draftsmith.models.folder.foreign import (
     Changes,
     Foreign,
     check_types,
+    foreign_vocab,
     layer_config,
     needs,
     our_names,
@@ -32,7 +32,6 @@ from draftsmith.models.folder.mtp import holds_mtp, read_mtp
 from draftsmith.models.folder.tensors import Checkpoint
 from draftsmith.models.heads.eagle import EAGLE3_NAMES, FLAGS, IDS, tap_fields
 from draftsmith.models.taps import default_taps
-from draftsmith.models.vocab import DraftVocab
 
 Config = dict[str, Any]
 Target = PretrainedConfig | None
@@ -111,7 +110,8 @@ def _eagle3(config: Config, checkpoint: Checkpoint, target: Target) -> Foreign:
     made |= {"fc_norm": any("fc_norm." in n for n in names)}
     made |= {"norm_before_fc": "input_norm.weight" in names}
     made |= {"draft_vocab_size": draft, "target_hidden_size": hidden}
-    maps = _maps(draft, made["vocab_size"], names, checkpoint)
+    vocab = foreign_vocab(draft, made["vocab_size"], names, checkpoint)
+    maps = {"d2t": vocab.d2t_D.long(), "t2d": vocab.t2d_V} if vocab is not None else {}
     if made["num_hidden_layers"] == 1:
         names = {re.sub(r"^layers\.0\.", "midlayer.", name): old for name, old in names.items()}
     if "sliding_attention" in (config.get("layer_types") or []):
@@ -155,43 +155,6 @@ def _taps(
         raise needs(checkpoint, f"which layers it reads ({IDS})")
     taps = default_taps(target.num_hidden_layers)
     return taps, (f"its config names no layers: EAGLE-3's usual ones are taken, {list(taps)}",)
-
-
-def _maps(
-    draft: int, rows: int, names: dict[str, str], checkpoint: Checkpoint
-) -> dict[str, Tensor]:
-    """d2t and t2d where the head drafts a part of the vocabulary; both leave `names`."""
-    stored = {name: names.pop(name) for name in ("d2t", "t2d") if name in names}
-    values = checkpoint.read(stored.values())
-    d2t_D, t2d_V = (values.get(stored.get(name, "")) for name in ("d2t", "t2d"))
-    if draft == rows:
-        if d2t_D is not None and d2t_D.any():
-            raise unfit(checkpoint, "moves tokens of a whole vocabulary (d2t)", "no d2t, or zeros")
-        return {}
-    if d2t_D is not None:
-        if holds_ids(d2t_D, t2d_V, rows):
-            raise unfit(checkpoint, "holds ids in d2t", "offsets, id - position")
-        vocab = DraftVocab.from_offsets(d2t_D, rows)
-    elif t2d_V is not None:
-        vocab = DraftVocab(t2d_V.nonzero().flatten(), rows)
-    else:
-        got = f"drafts {draft} of {rows} tokens and has neither d2t nor t2d"
-        raise unfit(checkpoint, got, "the map that says which tokens it drafts")
-    if len(vocab.ids_D) != draft:
-        raise unfit(checkpoint, f"maps {len(vocab.ids_D)} tokens and drafts {draft}", "as many")
-    return {"d2t": vocab.d2t_D.long(), "t2d": vocab.t2d_V}
-
-
-def holds_ids(d2t_D: Tensor, t2d_V: Tensor | None, rows: int) -> bool:
-    """Whether d2t holds the tokens themselves in place of offsets: t2d says so, or, without one,
-    they ascend within the vocabulary and lead out of it as offsets.
-    """
-    given = d2t_D.tolist()
-    if t2d_V is not None:
-        own = t2d_V.nonzero().flatten().tolist()
-        return given == own != [offset + i for i, offset in enumerate(given)]
-    ascend = bool(given) and given[0] >= 0 and given == sorted(set(given))
-    return ascend and given[-1] < rows <= given[-1] + len(given) - 1
 
 
 # ---- Medusa and Hydra -------------------------------------------------------------------------

@@ -363,7 +363,7 @@ class Block(LayerHead):
         return layer_json(self.config.layer) | about | {"architectures": ["BlockDrafter"]}
 
     def exported(self, to: str, target: PreTrainedModel, K: int) -> Exported:
-        return block_exported(to, self.to_json(), self.on_disk(), target)
+        return block_exported(to, self.to_json(), self.on_disk(), target, self.vocab)
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":

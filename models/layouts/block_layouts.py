@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from draftsmith.models.layers.layer import rope_fields
 from draftsmith.models.layouts.eagle_layouts import LAYER_KEYS, Config, Tensors, speculators_fields
 from draftsmith.models.layouts.exported import Exported
+from draftsmith.models.target import head_weight
+from draftsmith.models.vocab import DraftVocab
 
 MASK_FILE = "mask_embedding.pt"
 MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # our light head -> DSpark's name
@@ -26,15 +28,26 @@ MARKOV = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}  # our light head
 NAMES = {"light.before.": "markov_w1.", "light.after.": "markov_w2.", "light.gate.": "gate_proj."}
 NAMES |= {"light.gates.": "joint_proj."}
 MARKOV_HEAD = "markov_head."
+AFTER = "light.after.weight"  # of which theirs has the rows of the draft vocabulary
 ENDS, GATED = ("pad", "bos", "eos"), ("gated", "rnn")
 
 
-def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrainedModel) -> Exported:
-    """The head of our own config.json and tensors; ValueError where `to` would draft otherwise."""
+def block_exported(
+    to: str, config: Config, tensors: Tensors, target: PreTrainedModel, vocab: DraftVocab
+) -> Exported:
+    """The head of our own config.json and tensors; ValueError where `to` would draft otherwise.
+    vocab: what it drafts, which only speculators' layout can say.
+    """
     own_mask = tensors.pop("mask", None)
     layers = target.config.get_text_config().num_hidden_layers
     if reason := unread(to, config, layers):
         raise ValueError(f"to={to}: got a block drafter that it would draft wrongly with: {reason}")
+    if to == "speculators" and not vocab.is_full:
+        own = {"lm_head.weight": head_weight(target).detach().to(tensors["fc.weight"])}
+        own |= {name: tensors[name] for name in tensors if name == AFTER}
+        ids_D = vocab.ids_D.to(tensors["fc.weight"].device)
+        tensors |= {name: rows_VX[ids_D] for name, rows_VX in own.items()}
+        tensors |= {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
     for ours, theirs in NAMES.items():
         for name in [name for name in tensors if name.startswith(ours)]:
             tensors[MARKOV_HEAD + theirs + name.removeprefix(ours)] = tensors.pop(name)
@@ -55,7 +68,7 @@ def block_exported(to: str, config: Config, tensors: Tensors, target: PreTrained
         made |= {
             "architectures": ["DSparkDraftModel" if spark else "DFlashDraftModel"],
             "aux_hidden_state_layer_ids": list(config["taps"]),
-            "draft_vocab_size": config["vocab_size"],
+            "draft_vocab_size": len(vocab.ids_D),
             "dtype": dtype,
             "sample_from_anchor": config["labels"] == "shifted",
             # Of layers with a window, and these have none; but a vLLM takes false for "causal".

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.folder.foreign import rope_parameters
-from draftsmith.models.folder.imports import READERS, holds_ids
+from draftsmith.models.folder.foreign import holds_ids, rope_parameters
+from draftsmith.models.folder.imports import READERS
 from draftsmith.models.heads.eagle import EAGLE3_NAMES
 from draftsmith.models.layouts.eagle_layouts import IDS, unread_by_llama_cpp, unread_by_sglang
 from draftsmith.models.server_facts import EAGLE1_OF_SGLANG, STACKS, USUAL_TAPS

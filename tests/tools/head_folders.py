@@ -95,9 +95,13 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
 
 
 def ours(
-    folder: Path, head: Head, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    folder: Path,
+    head: Head,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab: DraftVocab | None = None,
 ) -> Path:
-    """The folder that training writes."""
+    """The folder that training writes; vocab: as `trim` has it."""
     save_drafter(
         folder,
         kind=head.kind,
@@ -106,6 +110,7 @@ def ours(
         target_fingerprint=fingerprint(target, tokenizer),
         provenance={"recipe": "test"},
         defaults={"K": 3},
+        vocab=vocab,
     )
     return folder
 

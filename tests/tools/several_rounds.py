@@ -1,15 +1,20 @@
 """Rounds that are several a call: texts, ways to sample, and what answers say beside their time."""
 
+import ctypes
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
+from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.engine import round as rounds
+from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward import compiled
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.decode.token_tree import TokenTree
 
 Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ROWS = 3
@@ -39,3 +44,19 @@ def what(done: list[Completion]) -> list[Any]:
     for one in done:
         one.counters.prefill_seconds = one.counters.decode_seconds = 0.0
     return done
+
+
+def drafted_in_rounds(drafter: Any, request: Round, like: TokenTree) -> torch.Tensor:
+    """A chain's tokens [B, N] as a call of C++ drafts them, greedily."""
+    lens_B, topology = request.lens_B, like.topology
+    B, N = like.tokens_BN.shape
+    tokens_BN, logits_BNV = torch.empty(B, N, dtype=torch.int64), torch.zeros(B, N, 10)
+    state = lens_B, request.pending_B, lens_B, lens_B, request.active_B
+    given = tokens_BN, topology.parent, topology.depth, logits_BNV, None
+    made_here = torch.zeros(B, 0), lens_B, torch.zeros(B, 2 * N + 4), None, None, None
+    how = drafter.in_rounds(N, 0.0)  # held: the call is given addresses
+    draft, _, own = how.call
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(draft.value)
+    whole = rows.round_of((*given, *state, *made_here), N)
+    called(ctypes.cast(own, ctypes.c_void_p), ctypes.addressof(whole))
+    return tokens_BN

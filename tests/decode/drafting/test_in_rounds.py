@@ -1,11 +1,9 @@
 """What drafts in rounds of one call: its drafts and states are those of one round at a time."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +16,17 @@ from several_rounds import (
     TEXTS,
     WAYS,
     Pair,
+    drafted_in_rounds,
     one_at_a_time,
     what,
 )
 from transformers import PreTrainedModel
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.falcon import FalconDrafter
 from draftsmith.decode.drafters.lm import LMDrafter
-from draftsmith.decode.drafters.load import drafter_of, load_drafter
+from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.engine import rows
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.policies.policy import ALONE as ALONE_ROW
@@ -41,11 +38,7 @@ from draftsmith.decode.untrained.composite import ALONE, CompositeDrafter
 from draftsmith.decode.untrained.jacobi import LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.texts import LookupDrafter
-from draftsmith.models.heads.block import Block
-from draftsmith.models.heads.clover import Clover
-from draftsmith.models.heads.falcon import Falcon
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.trim import trimmed_head
 
 pytestmark = NEEDS
 
@@ -293,17 +286,9 @@ def test_ngram_drafts_alike_for_rows_without_a_match() -> None:
     plan, lens_B = parse_tree("chain", 3), drafter.lens_B - 1
     request = round_of(plan, len(texts), 8, torch.device("cpu"))
     pending_B = torch.tensor([text[-1] for text in texts])
-    tree = drafter.propose(replace(request, lens_B=lens_B, pending_B=pending_B))
-    tokens_BN, topology = torch.empty(len(texts), 4, dtype=torch.int64), tree.topology
-    state = lens_B, pending_B, lens_B, lens_B, request.active_B
-    given = tokens_BN, topology.parent, topology.depth, torch.zeros(len(texts), 4, 10), None
-    stops_BM, table_BX = torch.zeros(len(texts), 0), torch.zeros(len(texts), 12)
-    made_here = stops_BM, lens_B, table_BX, None, None, None
-    draft, _, own = drafter.in_rounds(4, 0.0).call
-    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(draft.value)
-    whole = rows.round_of((*given, *state, *made_here), 4)
-    called(ctypes.cast(own, ctypes.c_void_p), ctypes.addressof(whole))
-    assert torch.equal(tokens_BN, tree.tokens_BN)
+    request = replace(request, lens_B=lens_B, pending_B=pending_B)
+    tree = drafter.propose(request)
+    assert torch.equal(drafted_in_rounds(drafter, request, tree), tree.tokens_BN)
 
 
 def first_of_equals(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,89 +300,6 @@ def first_of_equals(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
 def counted(one: Completion) -> tuple[int, int]:
     """Tokens drafted, and kept."""
     return one.counters.nodes, sum(one.accepted)
-
-
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "eagle1": ("eagle1", {}),
-    "eagle3": ("eagle3", {"norm_output": True}),
-    "eagle3.1": ("eagle3", {"fc_norm": True, "layers": 2}),
-    "normed": ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}),
-    "mtp": ("mtp", {}),
-    "medusa": ("medusa", {"layers": 2}),
-    "shared": ("medusa", {"own_heads": False}),
-    "hydra": ("hydra", {"layers": 2, "head_bias": True}),
-    "hydra++": ("hydra", {"prefixed": True}),
-    "clover2": ("clover2", {"layers": 2}),
-    "falcon-1": ("falcon-1", {}),
-    "falcon-2": ("falcon-2", {}),
-    "falcon-4": ("falcon-4", {}),
-    "block": ("block", {"light": "layer", "last": True, "mask_token": -1}),
-    "whole block": ("block", {"light": "layer", "labels": "same", "mask": "full", "layers": 2}),
-    "dflash": ("dflash", {}),
-    "dflash2": ("dflash2", {"layers": 2, "rank": 64}),
-    "jetspec": ("jetspec", {"layers": 2}),
-    "dspark": ("dspark", {"rank": 64}),
-}
-# That draft every other token alone.
-TRIMMED = {f"some of {kind}": HEADS[kind] for kind in ("medusa", "clover2", "falcon-2", "dspark")}
-TRIMMED["some of block"] = HEADS["block"]
-
-
-@pytest.mark.parametrize("kind", [*HEADS, *TRIMMED])
-@pytest.mark.parametrize(("way", "batch"), [("greedy", 1), ("drawn", 1), ("drawn", 2)])
-def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
-    pair: Pair,
-    kind: str,
-    way: str,
-    batch: int,
-    made: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    """Chains, what is kept of them, its states, and its keys and values up to the text's end; of
-    block drafters, whose context is normed outside of a pass, as EAGLE-3.1's taps are, and of
-    Clover's and Falcon's, up to a rounding of that.
-    """
-    name, about = (HEADS | TRIMMED)[kind]
-    head = heads(name, pair[0], width=32, **about)
-    for part, weight in head.named_parameters():  # so small that the noise decides what is kept
-        weight.mul_(0.1 if weight.ndim > 1 and not part.endswith("base") else 1.0)
-    if isinstance(head, Block):  # of the target's LM head
-        head.norm.weight.mul_(0.1)
-    folder = str(ours(tmp_path, head.bfloat16(), *pair))
-    # Shorter than a block of Falcon's.
-    prompts = [[5], [7, 5]][:batch] if kind == "falcon-4" else TEXTS[2 : 2 + batch]
-
-    def answered() -> tuple[list[Completion], list[Any]]:
-        drafter: Any = load_drafter(folder, *pair)
-        if kind in TRIMMED:
-            half = DraftVocab(torch.arange(0, drafter.head.rows, 2), drafter.head.rows)
-            drafter = drafter_of(trimmed_head(drafter.head, half), pair[0], len(pair[1]))
-        decoder = Decoder(*pair, drafter, K=4 - batch, batch_size=batch)
-        done = decoder.generate(prompts, WAYS[way])
-        assert isinstance(drafter, HeadDrafter)
-        kept = drafter.pool.kv_2LBSHE if drafter.layer is not None else []
-        state = drafter.state_BW if isinstance(drafter, FalconDrafter) else drafter.state_BH
-        return what(done), [state, *kept]
-
-    found, held = answered()
-    assert max(made) > 2
-    one_at_a_time(monkeypatch)
-    again, like = answered()
-    once = isinstance(head, Block | Clover | Falcon) or bool(
-        {"fc_norm", "norm_before_fc"} & {*about}
-    )
-    assert [one.tokens for one in found] == [one.tokens for one in again]
-    assert found == again or once
-    ends = [len(one.prompt_tokens) + len(one.tokens) - 1 for one in found]
-    kept = sum(sum(one.accepted) for one in found)
-    assert kept > 0 or way == "greedy"
-    assert abs(kept - sum(sum(one.accepted) for one in again)) <= once
-    near = {"rtol": 2**-6, "atol": 2**-7} if once else {"rtol": 0.0, "atol": 0.0}
-    torch.testing.assert_close(held[0], like[0], **near)
-    for side, other in zip(held[1:], like[1:], strict=True):
-        for row, end in enumerate(ends):
-            torch.testing.assert_close(side[:, row, :end], other[:, row, :end], **near)
 
 
 def test_a_window_of_guesses_hears_of_each_round(pair: Pair, made: list[int]) -> None:

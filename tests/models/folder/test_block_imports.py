@@ -18,7 +18,9 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.models.folder.drafter_folder import open_drafter
 from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.head import Head
+from draftsmith.models.servers.doctor import examine
 from draftsmith.models.servers.export import export, serve_line
+from draftsmith.models.vocab import DraftVocab
 
 Target = LlamaForCausalLM
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -140,6 +142,44 @@ def test_what_servers_read(
     equal_heads(again, head)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_part_of_the_tokens_goes_to_speculators_and_back(
+    tmp_path: Path, tiny_target: Target, tiny_tokenizer: PreTrainedTokenizerFast, kind: str
+) -> None:
+    """As their training does by default; other layouts have the whole vocabulary."""
+    path = on_disk(tmp_path / "target", tiny_target, tiny_tokenizer)
+    head, some = made(kind, tiny_target, qwen=True), DraftVocab(torch.arange(0, 320, 3), 320)
+    folder = str(ours(tmp_path / "head", head, tiny_target, tiny_tokenizer, some))
+    export(folder, path, "speculators", str(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert config["draft_vocab_size"] == len(some.ids_D) == 107
+    assert config["transformer_layer_config"]["vocab_size"] == 320
+    assert torch.equal(tensors["d2t"], some.d2t_D) and torch.equal(tensors["t2d"], some.t2d_V)
+    assert torch.equal(tensors["lm_head.weight"], tiny_target.lm_head.weight[::3])
+    with pytest.warns(UserWarning, match="not known"):
+        opened = open_drafter(tmp_path / "out", None, target_config=tiny_target.config)
+    assert opened.vocab is not None and torch.equal(opened.vocab.ids_D, some.ids_D)
+    again = opened.head().state_dict()
+    for name, tensor in head.state_dict().items():
+        kept = some.t2d_V[:, None] if name == "light.after.weight" else torch.ones(1)
+        assert torch.equal(again[name], tensor * kept), name
+    with pytest.warns(UserWarning, match="not known"):
+        drafter = load_drafter(str(tmp_path / "out"), tiny_target, tiny_tokenizer)
+    done = Decoder(tiny_target, tiny_tokenizer, drafter, K=3).generate(PROMPTS[:2], SETTINGS[0])
+    assert [c.tokens for c in done] == truths(tiny_target, tiny_tokenizer, SETTINGS[0])[:2]
+    own = load_drafter(folder, tiny_target, tiny_tokenizer)
+    like = Decoder(tiny_target, tiny_tokenizer, own, K=3).generate(PROMPTS[:2], SETTINGS[0])
+    assert [c.accepted for c in done] == [c.accepted for c in like]
+    for place in (folder, str(tmp_path / "out")):
+        _, findings = examine(place, path)
+        assert not [one for one in findings if one.verdict == "fault"]
+    assert "drafts all 320 tokens" in serve_line(folder, path)
+    export(folder, path, "vllm", str(tmp_path / "whole"))
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert whole.keys() == theirs(head).keys()
+
+
 def test_a_mask_of_its_own_goes_to_vllm(place: Any, tmp_path: Path, tiny_target: Target) -> None:
     folder, head, path = place("dflash", mask_token=-1)
     assert isinstance(head, Block)
@@ -225,7 +265,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "its selector": (add("candidate_selector.hidden_projection.weight"), "selector of the 16"),
     "Domino": (add("prefix_gru.weight_ih_l0"), "Domino's GRU"),
     "half the tokens": (say(draft_vocab_size=160), "drafts 160 of 320 tokens"),
-    "a map": (add("d2t"), "drafts 320 of 320 tokens"),
+    "a map": (add("d2t"), "moves tokens of a whole vocabulary"),
     "no MASK": (say(mask_token_id=None), "mask_token_id=None; expected all three"),
     "no size": (say(block_size=None), "block_size=None"),
     "no layers": (say(target_layer_ids=[]), r"says layers \[\]"),

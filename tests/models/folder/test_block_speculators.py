@@ -25,6 +25,7 @@ from draftsmith.models.heads.block import Block
 from draftsmith.models.layouts.block_layouts import block_exported
 from draftsmith.models.servers.export import export
 from draftsmith.models.taps import TargetStates, target_states
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.objectives import block as objectives
 from draftsmith.train.objectives.block import Anchors, BlockObjective, Drawn
 from draftsmith.train.text.batches import Batch
@@ -35,15 +36,17 @@ LOSSES = {"fkl": "kl_div", "rkl": "rkl", "tv": "tv"}
 
 @dataclass
 class Case:
-    """A drafter, and the name of the loss."""
+    """A drafter, the name of the loss, and whether it drafts every third token alone."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     loss: str = "fkl"
+    some: bool = False
 
     @property
     def name(self) -> str:
-        return " ".join([self.kind, *map(str, self.fields.values()), self.loss])
+        words = [self.kind, *map(str, self.fields.values()), self.loss, "some" * self.some]
+        return " ".join(filter(None, words))
 
 
 SHIFTED, SAME = {"labels": "shifted", "mask": "full"}, {"labels": "same", "mask": "full"}
@@ -66,12 +69,14 @@ def target() -> LlamaForCausalLM:
 def head_of(case: Case, target: LlamaForCausalLM) -> Block:
     head = made(case.kind, target, qwen=True, layers=2, **case.fields)
     assert isinstance(head, Block)
+    if case.some:
+        head.drafts = DraftVocab(torch.arange(0, 320, 3), 320)
     return head.bind(target)
 
 
 def written(head: Block, target: LlamaForCausalLM) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, tensors = head.to_json(), head.on_disk()
-    exported = block_exported("speculators", config, tensors, target)
+    exported = block_exported("speculators", config, tensors, target, head.vocab)
     return exported.config, exported.tensors
 
 
@@ -180,6 +185,7 @@ def reread(folder: Path, target: LlamaForCausalLM) -> Any:
 
 
 FOLDERS = [case for case in CASES if case.loss == "fkl"]
+FOLDERS += [Case(kind, some=True) for kind in ("dflash", "dspark")]
 
 
 @pytest.mark.parametrize("case", FOLDERS, ids=lambda case: case.name)
@@ -192,23 +198,24 @@ def test_both_ways(
 
     path = on_disk(tmp_path / "target", target, tiny_tokenizer)
     head = head_of(case, target)
-    folder = ours(tmp_path / "head", head, target, tiny_tokenizer)
+    folder = ours(tmp_path / "head", head, target, tiny_tokenizer, head.drafts)
     line = export(str(folder), path, "speculators", str(tmp_path / "out"))
     assert line == f"vllm serve {tmp_path / 'out'}"
     config = SpeculatorModelConfig.from_pretrained(str(tmp_path / "out"))
     config.transformer_layer_config._attn_implementation = "eager"
-    assert config.target_vocab_size == config.draft_vocab_size == 320
+    assert config.target_vocab_size == 320
+    assert config.draft_vocab_size == len(head.vocab.ids_D) == (107 if case.some else 320)
     proposal = config.speculators_config.proposal_methods[0]
     assert proposal.speculative_tokens == head.levels
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = SpeculatorModel.from_pretrained(str(tmp_path / "out"), config=config).eval()
     _, wanted = written(head, target)
-    borrowed = {"embed_tokens.weight": target.model.embed_tokens.weight}
-    borrowed["lm_head.weight"] = target.lm_head.weight
+    wanted = {"lm_head.weight": target.lm_head.weight} | wanted
+    wanted["embed_tokens.weight"] = target.model.embed_tokens.weight
     loaded = {n: t for n, t in model.state_dict().items() if not n.startswith("verifier_")}
-    assert loaded.keys() == (wanted | borrowed).keys()
-    for name, tensor in (wanted | borrowed).items():
+    assert loaded.keys() == wanted.keys()
+    for name, tensor in wanted.items():
         assert torch.equal(loaded[name], tensor), name
     model.save_pretrained(tmp_path / "back")
     mine, back = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("out", "back"))
@@ -216,9 +223,12 @@ def test_both_ways(
     assert {name: kept[name] for name in layer} == layer
     # Nothing that it writes is missing from ours, and nothing of ours is lost there.
     assert {k: v for k, v in back.items() if k not in ("transformers_version", "auto_map")} == mine
+    if case.some and head.light.rank:  # of other tokens' rows nothing is said
+        head.light.after.weight[~head.vocab.t2d_V] = 0
     for again in ("out", "back"):
         found = reread(tmp_path / again, target)
         equal_heads(found, head)
+        assert torch.equal(found.vocab.ids_D, head.vocab.ids_D)
         same: dict[str, Any] = {"layer": None}
         same |= {"rank": 1} if head.config.light == "none" else {}  # nothing has it
         assert vars(found.config) | same == vars(head.config) | same
