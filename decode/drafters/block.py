@@ -10,7 +10,7 @@ Shapes: B rows, N tokens, F nodes fed, M anchors, b rows of a block, n depths, R
 hidden, S numbers carried along a path, V vocabulary.
 """
 
-from typing import Any
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.drafting.grow_tree import at_once, grow_at_once, grow_known
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
-from draftsmith.decode.drafting.in_rounds import Draws, InRounds, Trunk, one_pass_rounds
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, LightParts, Trunk, one_pass_rounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.product import Product
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
@@ -80,32 +81,38 @@ class BlockDrafter(HeadDrafter):
         return grow_known(request, logits)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        """Not of those that read the noise, or whose light head is neither none, layers, nor a
-        matrix of tokens by tokens, as it is or times the state.
-        """
+        """Not of those that read the noise."""
         head, rows, plan = self.head, len(self.state_BH), self.head.config
         stack, lit = getattr(self.body, "stack", None), self.native
         native: NativeBody | None = None if stack is None else stack.native
-        light: Any = head.light
         if native is None or plan.noise or not native.steps(rows * max(nodes, head.block)):
             return None
-        if self.nodes is not None:
-            ready = lit is not None and lit.drafts(self.lm_head, rows)
-        else:
-            ready = native.reads_out(self.lm_head)
-            after = self.after if plan.light in ("markov", "selector") else None
-            ready = ready and (type(light) is Light or bool(after and after.native))
-        if not ready:
+        if head.light.layers and not (lit and lit.drafts(self.lm_head, rows)):
             return None
         size = 0 if plan.mask == "causal" else head.block
         last_HH = head.last.weight if plan.last else None
-        more = (None, None) if self.after is None else (light.before.weight, self.after.weight)
-        more += (light.gate.weight if plan.light == "selector" else None,)
-        made = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH, *more
-        trunk = Trunk(len(head.layers), head.first, size, made, light.rank)
+        made = head.hidden_norm.weight, head.mask_H, head.target_embedding_VH, last_HH
+        trunk = Trunk(len(head.layers), head.first, size, made)
         drawn = Draws(self.lm_head, temperature, self.pool, self.context)
         above = None if lit is None else (lit, self.pool.above(head.lit.start))
-        return one_pass_rounds(native, drawn, self.state_BH, head.fc.weight, trunk, above)
+        given = self.state_BH, head.fc.weight, trunk, above, self.light_parts
+        return one_pass_rounds(native, drawn, *given)
+
+    @cached_property
+    def light_parts(self) -> LightParts | None:
+        """Of a light head without layers, as C++ is given them."""
+        light, lean = self.head.light, vars(self.light)
+        if type(light) is Light or light.layers:
+            return None
+        norms = [getattr(light, name, None) for name in ("of_token", "of_state")]
+        before, after = getattr(light, "before", None), self.after
+        tensors = [None if p is None else p.weight for p in (before, after, *norms)]
+        numbers = light.rank, light.width, norms[0].variance_epsilon if norms[0] else 0.0
+        named = map(lean.get, ("gate", "gates", "inner", "gate_up", "down"))
+        maps = [part for part in named if isinstance(part, Product)]
+        cell = [lean["cell"].given, lean["cell"].kept] if "cell" in lean else []
+        kind = self.head.config.light.replace("path", "swiglu")
+        return LightParts(kind, numbers, tuple(tensors), maps, cell)
 
     def feed(self, request: Round) -> Feed:
         light, lens_B1, lit = self.light, request.lens_B[:, None], self.head.lit

@@ -108,7 +108,7 @@ struct Clover {
 extern "C" void draft_clover(const Clover *h, Round *r) {
     const Body &body = *h->prefix;
     int64_t B = r->rows, K = r->nodes - 1, H = body.hidden;
-    std::vector<bf16> state(h->state, h->state + B * H), token(B * H), both(2 * B * H), read(B * H);
+    std::vector<bf16> state(h->state, h->state + B * H), token(B * H), read(B * H);
     std::vector<int64_t> from(B), made(B * K);
     Chain c = now(*h->chain, *r, from);
     std::vector<bf16> logits(B * c.size);
@@ -116,12 +116,8 @@ extern "C" void draft_clover(const Clover *h, Round *r) {
         for (int64_t b = 0; k && b < B; b++)
             memcpy(&token[b * H], h->embedding + made[b * K + k - 1] * H, H * sizeof(bf16));
         if (k) taken(h->step, body, state.data(), token.data(), state.data(), B);
-        for (int64_t b = 0; k && b < B; b++) {
-            memcpy(&both[2 * b * H], &state[b * H], H * sizeof(bf16));
-            memcpy(&both[(2 * b + 1) * H], &token[b * H], H * sizeof(bf16));
-        }
-        const bf16 *given = k ? both.data() : state.data();
-        maps(k ? h->later : h->first, 1, given, read.data(), B, k ? 2 * H : H, H, body.threads);
+        std::vector<bf16> given = k ? beside(B, {{state.data(), H}, {token.data(), H}}) : state;
+        maps(k ? h->later : h->first, 1, given.data(), read.data(), B, k ? 2 * H : H, H, body.threads);
         for (int64_t b = 0; b < B; b++) normed(&read[b * H], h->norm, &read[b * H], H, body.epsilon);
         product(c.head, c.bias, read.data(), logits.data(), B, H, c.size, c.size);
         float best;
@@ -173,11 +169,10 @@ static std::vector<bf16> along(const Falcon &f, int64_t B, int64_t T, const int6
                 const bf16 *given = &gates[(b * T + t) * G], *again = &own[b * G];
                 for (int64_t i = 0; i < H; i += 16) {
                     auto gate = [&](int64_t g) { return wide16(given + g * H + i) + wide16(again + g * H + i); };
-                    auto open = [&](F16 z) { return 1.0f / (exp16(-z) + 1.0f); };
-                    auto bent = [&](F16 z) { return 2.0f / (exp16(-2.0f * z) + 1.0f) - 1.0f; };
-                    F16 held = open(gate(1)) * wide16(c + i) + open(gate(0)) * bent(gate(2));
+                    F16 kept = sigmoid16(gate(1)) * wide16(c + i);
+                    F16 held = kept + sigmoid16(gate(0)) * tanh16(gate(2));
                     store16(c + i, held);
-                    store16(h + i, open(gate(3)) * bent(held));
+                    store16(h + i, sigmoid16(gate(3)) * tanh16(held));
                 }
                 memcpy(y, h, H * sizeof(bf16));
                 if (t + 1 != count[b]) continue;

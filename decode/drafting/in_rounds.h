@@ -155,16 +155,15 @@ extern "C" void told_head(const Head *h, Round *r) {
 // become the context by; trunk: its layers and the light head's, of which the first `layers` are run
 // over a block. Of its `rows`, which all see each other (0: as few as do,
 // which see those before), the first that drafts is `first`; each is `mask`, but
-// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't). after:
-// what is added to the logits is this map of `rank` numbers of the token before, `before` (null: not), each
-// times what a map `gate` makes of the state (null: not).
+// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't). light:
+// the light head, if it has any other.
 struct OnePass {
     Head head;
     const Body *trunk;
     const Pass *pass;
     int64_t layers, first, rows;
-    const bf16 *norm, *mask, *embedding, *last, *before, *after, *gate;
-    int64_t rank;
+    const bf16 *norm, *mask, *embedding, *last;
+    const Light *light;
 };
 extern "C" void draft_one_pass(const OnePass *h, Round *r) {
     const Draft &d = h->head.draft;
@@ -194,26 +193,29 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
         drafted_by(lit, r, &each, nullptr, drafting, r->lens);
         return;
     }
-    std::vector<int64_t> from(B), made(B * K);
+    const Light *l = h->light;
+    bool deep = l && !l->after;  // whose logits are each token's own
+    std::vector<int64_t> from(B), made(B * K), last(r->pending, r->pending + B);
     Chain c = now(*d.chain, *r, from);
-    std::vector<bf16> read(B * K * H), logits(B * K * c.size);
-    for (int64_t i = 0; i < B * K; i++)
-        normed(drafting + (i / K * n + i % K) * H, b.norm, &read[i * H], H, b.epsilon);
-    product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
-    std::vector<bf16> low(B * h->rank), beside(h->after ? B * c.size : 0), gates(B * K * h->rank);
-    if (h->gate) product(h->gate, nullptr, read.data(), gates.data(), B * K, H, h->rank, h->rank);
+    std::vector<bf16> rows(B * K * H), read(B * K * H), logits(B * K * c.size), state(B * H);
+    std::vector<bf16> carried(l ? B * l->width : 0), low, adds(l && !deep ? B * c.size : 0);
+    for (int64_t i = 0; i < B * K; i++) {
+        memcpy(&rows[i * H], drafting + (i / K * n + i % K) * H, H * sizeof(bf16));
+        normed(&rows[i * H], b.norm, &read[i * H], H, b.epsilon);
+    }
+    if (!deep) product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
     for (int64_t k = 0; k < K; k++) {
-        for (int64_t i = 0; h->after && i < B; i++) {
-            int64_t token = k ? made[i * K + k - 1] : r->pending[i];
-            memcpy(&low[i * h->rank], h->before + token * h->rank, h->rank * sizeof(bf16));
-            for (int64_t j = 0, at = (i * K + k) * h->rank; h->gate && j < h->rank; j += 16)
-                store16(&low[i * h->rank + j], wide16(&low[i * h->rank + j]) * wide16(&gates[at + j]));
-        }
-        if (h->after) product(h->after, nullptr, low.data(), beside.data(), B, h->rank, c.size, c.size);
+        for (int64_t i = 0; l && i < B; i++)
+            memcpy(&state[i * H], &(deep ? rows : read)[(i * K + k) * H], H * sizeof(bf16));
+        if (l) low = lit(*l, b, h->embedding, last.data(), state, carried);
+        for (int64_t i = 0; deep && i < B; i++) normed(&low[i * H], b.norm, &low[i * H], H, b.epsilon);
+        if (deep) product(c.head, c.bias, low.data(), logits.data(), B, H, c.size, c.size);
+        if (l && !deep) product(l->after, nullptr, low.data(), adds.data(), B, l->rank, c.size, c.size);
         float best;
         for (int64_t i = 0; i < B; i++) {
-            const bf16 *more = h->after ? &beside[i * c.size] : nullptr;
-            made[i * K + k] = chosen(c, &logits[(i * K + k) * c.size], i, k, best, nullptr, more);
+            const bf16 *own = &logits[(deep ? i : i * K + k) * c.size];
+            const bf16 *beyond = l && !deep ? &adds[i * c.size] : nullptr;
+            made[i * K + k] = last[i] = chosen(c, own, i, k, best, nullptr, beyond);
         }
     }
     r->draft(made.data(), K, K);

@@ -1,5 +1,5 @@
 """Chains that are drafted in several rounds of one call (`several` in rows.cpp), by what is in C++
-too (in_rounds.h, heads.h).
+too (in_rounds.h, heads.h, lights.h).
 
 Shapes: B rows, H hidden, U width of the taps side by side.
 """
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, pointer
-from draftsmith.decode.forward.compressed import follow
+from draftsmith.decode.forward.compressed import STEP, follow
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
 from draftsmith.decode.forward.product import Product, VocabHead, sides
 
+LIT = ("markov", "selector", "gated", "rnn", "gru", "swiglu")  # in the order of lights.h
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -65,8 +66,14 @@ class _Falcon(ctypes.Structure):
 class _OnePass(ctypes.Structure):
     _fields_ = [("head", _Head), ("trunk", _P), ("pass_", _P)]
     _fields_ += [(n, _N) for n in ("layers", "first", "rows")]
-    _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last", "before", "after")]
-    _fields_ += [("gate", _P), ("rank", _N)]
+    _fields_ += [(n, _P) for n in ("norm", "mask", "embedding", "last", "light")]
+
+
+class _Light(ctypes.Structure):
+    _fields_ = [(n, _N) for n in ("kind", "rank", "width")]
+    _fields_ += [("epsilon", ctypes.c_double)]
+    _fields_ += [(n, _P) for n in ("before", "after", "of_token", "of_state")]
+    _fields_ += [(n, _P) for n in ("first", "second", "given", "kept")]
 
 
 class _Either(ctypes.Structure):
@@ -91,16 +98,26 @@ class Draws(NamedTuple):
 class Trunk(NamedTuple):
     """How a block drafter makes a block's rows: by how many layers, from which row on they draft,
     how many there are (0: as few as the chain needs); tensors: the norm of what the taps are mapped
-    to, MASK, the embeddings, a map of the last state that is added to all rows, if it is, and what
-    is added to the logits after each token, by R numbers of it and a map of these, if it is, and
-    what the state is mapped to for these to be multiplied by, if they are.
+    to, MASK, the embeddings, and a map of the last state that is added to all rows, if it is.
     """
 
     layers: int
     first: int
     rows: int
     tensors: tuple[Tensor | None, ...]
-    rank: int
+
+
+class LightParts(NamedTuple):
+    """A light head without layers. kind: one of LIT; numbers: R and how many are carried on, and
+    the epsilon of its norms; tensors: numbers of each token, what is added to the logits by these,
+    and the norms of tokens and states; products: its maps, at most two, and a GRU cell's.
+    """
+
+    kind: str
+    numbers: tuple[int, int, float]
+    tensors: tuple[Tensor | None, ...]
+    maps: Sequence[Product]
+    cell: Sequence[Product]
 
 
 def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRounds:
@@ -130,17 +147,24 @@ def one_pass_rounds(
     fc_HU: Tensor,
     trunk: Trunk,
     lit: tuple[NativeBody, KVPool] | None,
-) -> InRounds:
+    light: LightParts | None,
+) -> InRounds | None:
     """Of a block drafter. native: its layers, the light head's among them; lit: these, and their
-    keys and values, of a light head that has any.
+    keys and values, of a light head that has any; light: one that has none. None where products
+    aren't C++'s.
     """
+    own = None if light is None else _light(native, drawn.head, light)
+    if not native.reads_out(drawn.head) or (light is not None and own is None):
+        return None
     held, (body, pass_, chain) = _parts(native, drawn)
     each, parts = (None, (None, None, chain)) if lit is None else _parts(lit[0], drawn, lit[1])
     head, norms = _fusing(_Draft(*parts, None), (None, (), fc_HU, None), state_BH)
     rows, tensors = trunk[:3], map(pointer, trunk.tensors)
-    block, made = _OnePass(head, body, pass_, *rows, *tensors, trunk.rank), native.made
+    at = None if own is None else ctypes.addressof(own)
+    block, made = _OnePass(head, body, pass_, *rows, *tensors, at), native.made
     follow(trunk.tensors[3:])
-    return called(block, (held, each, norms, trunk), made.draft_one_pass, made.told_one_pass)
+    all_held = held, each, norms, trunk, own, light
+    return called(block, all_held, made.draft_one_pass, made.told_one_pass)
 
 
 def heads_rounds(
@@ -259,6 +283,18 @@ def _parts(
     held = [native.body, _pass(native, pool), how]
     follow([head.weight])
     return held, [*map(ctypes.addressof, held)]
+
+
+def _light(native: NativeBody, head: VocabHead, parts: LightParts) -> _Light | None:
+    """None where its products, or what their sizes are, aren't C++'s."""
+    maps = _maps_of(native, head, [*parts.maps, *parts.cell])
+    if maps is None or any(number % STEP for number in parts.numbers[:2]):
+        return None
+    count = len(parts.maps)
+    two = [*maps[:count], None, None][:2], [*maps[count:], None, None][:2]
+    follow(parts.tensors)
+    kind, tensors = LIT.index(parts.kind), map(pointer, parts.tensors)
+    return _Light(kind, *parts.numbers, *tensors, *two[0], *two[1])
 
 
 def _maps_of(native: NativeBody, head: VocabHead, products: Sequence[Product]) -> list[int] | None:

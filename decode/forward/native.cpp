@@ -354,6 +354,7 @@ extern "C" void logits(const Body *model, Pass *pass, const Chain *how, int64_t 
         for (int64_t i = 0; i < T * size; i++) out[i] /= temperature;
 }
 
+#include "../drafting/lights.h"
 #include "../drafting/in_rounds.h"
 #include "../drafting/heads.h"
 

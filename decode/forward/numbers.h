@@ -97,6 +97,8 @@ static inline F16 exp16(F16 x) {
         p = p * f + c;
     return p * (F16)((power + 127) << 23);
 }
+static inline F16 sigmoid16(F16 x) { return 1.0f / (exp16(-x) + 1.0f); }
+static inline F16 tanh16(F16 x) { return 2.0f * sigmoid16(2.0f * x) - 1.0f; }
 
 // Numbers of a vector, as pairs: the low halves are the even ones. Read once, not in each product.
 template <typename V>

@@ -57,6 +57,11 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash2": ("dflash2", {"layers": 2, "rank": 64}),
     "jetspec": ("jetspec", {"layers": 2}),
     "dspark": ("dspark", {"rank": 64}),
+    "gated": ("block", {"light": "gated", "rank": 64}),
+    "rnn": ("block", {"light": "rnn", "rank": 64}),
+    "domino": ("domino", {"rank": 64}),
+    "treeflash": ("treeflash", {}),
+    "path": ("block", {"light": "path", "rank": 32}),
 }
 # That draft every other token alone.
 TRIMMED = {f"some of {kind}": HEADS[kind] for kind in ("medusa", "clover2", "falcon-2", "dspark")}
