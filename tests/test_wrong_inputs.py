@@ -249,7 +249,7 @@ CASES = [
     ("doctor absent", "got absent", "expected"),
     (f"{TRIM} sizes=some", "sizes: got 'some', expected whole numbers from 1 up"),
     (f"{TRIM} sizes=9999", "9999", "expected"),
-    (f"{TRIM} drafter=medusa", "medusa", "expected"),
+    (f"{TRIM} drafter=ngram", "ngram", "expected"),
     (f"{CALIBRATE} drafter=ngram", "ngram", "expected"),
     (f"{CALIBRATE} nodes=0", "nodes: got 0, expected"),
     (f"{CALIBRATE} levels=0", "levels: got 0, expected"),

@@ -132,7 +132,8 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     arms: dict[Hashable, Trimmable] = {AS_IT_IS: whole}
     tokens = vocab_size(tokenizer)
     arms |= {size: trimmed(whole, vocab, target, tokens) for size, vocab in vocabs.items()}
-    settings = replace(settings, K=settings.K or int(opened.meta["defaults"]["K"]))
+    usual = min(int(opened.meta["defaults"]["K"]), whole.levels)
+    settings = replace(settings, K=settings.K or usual)
     plain, size = Decoder(target, tokenizer, batch_size=settings.batch_size), settings.size
     if size is None:
         rows = measured(settings, plain, arms, counts_V, examples, "tune")

@@ -71,8 +71,9 @@ class MedusaDrafter(HeadDrafter):
     def parameter_bytes(self) -> int:
         if self.head.config.own_heads:
             return super().parameter_bytes
-        read = [*self.head.parameters(), self.outputs[0].weight]
-        return sum(tensor.nbytes for tensor in read) // self.levels
+        read = [*self.head.parameters(), self.head.target_head_VH]
+        left_out = self.left_out(self.outputs[0])
+        return (sum(tensor.nbytes for tensor in read) - left_out) // self.levels
 
     def _logits(self, states_BKH: Tensor) -> Tensor:
         """Of the first heads; one matrix of all is read once."""
