@@ -3,8 +3,8 @@
 A head that drafts 32k of 128k tokens multiplies a quarter of the matrix. What it can't propose, it
 can't get accepted, so the tokens are chosen by how often the target writes them.
 
-An EAGLE-3 folder has no other rows, and its map among its weights. A draft LM's folder stays the
-plain one that servers load, with all rows; its map lies beside, in `draft_vocab.json`. It is no
+An EAGLE-3 folder has no other rows, and its map among its weights. Other folders stay the plain
+ones that servers load, with all rows; their map lies beside, in `draft_vocab.json`. It is no
 safetensors file: vLLM and SGLang load every one of those in a folder, and stop at an unknown name.
 
 Shapes: V tokens of the target (rows of its LM head), D of the draft.
@@ -85,7 +85,7 @@ class DraftVocab:
         return DraftVocab.most_frequent(rank_V, draft_size)
 
     def save(self, folder: Path, tokenizer: str) -> None:
-        """Write a draft LM's map; tokenizer: the fingerprint of the target's."""
+        """Write a drafter's map; tokenizer: the fingerprint of the target's."""
         d2t = self.d2t_D.tolist()
         write_json(folder / FILE, {"target": self.size, "tokenizer": tokenizer, "d2t": d2t})
 
@@ -112,7 +112,7 @@ class DraftVocab:
 
 
 def read_vocab(folder: Path, meta: dict[str, Any], rows: int) -> DraftVocab | None:
-    """The draft vocabulary of a draft LM's folder; None where it drafts all tokens. meta: its
+    """The draft vocabulary beside a drafter's weights; None where it drafts all tokens. meta: its
     draftsmith.json; rows: of its LM head. ValueError for a map that is missing, damaged, of another
     size or of another tokenizer.
     """

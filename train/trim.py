@@ -9,8 +9,8 @@ can't be accepted: alpha and tau fall a little, each draft call reads fewer byte
 target's.
 
 Without `size` the one with the largest MBSU on the tune part of `prompts` is written; the table is
-of the report part. No counted prompt may be in it. An EAGLE-3 head
-loses the rows; other drafters keep their LM heads whole on disk, or draft by the target's.
+of the report part. No counted prompt may be in it. An EAGLE-3 head loses the rows; other drafters
+keep their LM heads whole on disk, or draft by the target's.
 
 Shapes: V rows of the target's LM head, D of them kept.
 """
@@ -119,10 +119,10 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
             stacklevel=2,
         )
     examples = load_examples(settings.data, tokenizer, "train")
-    # All but EAGLE-3's still have all rows after they were trimmed.
+    # All but EAGLE-3's still have all rows after they were trimmed, if not by another toolkit.
     is_lm, has = isinstance(whole, LMDrafter), whole.vocab
-    loses = isinstance(whole, HeadDrafter) and loses_rows(whole.head)
-    choices = DraftVocab(has.ids_D.cpu(), has.size) if loses else DraftVocab.whole(has.size)
+    lacks = opened.foreign or (isinstance(whole, HeadDrafter) and loses_rows(whole.head))
+    choices = DraftVocab(has.ids_D.cpu(), has.size) if lacks else DraftVocab.whole(has.size)
     counts_V = counted(examples, choices.size)
     special = [token for token in tokenizer.all_special_ids if counts_V[token]]
     keep = (*eos_ids(target, tokenizer), *special)
@@ -152,7 +152,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
         target_fingerprint=opened.meta["target"] or mark,
         provenance=(opened.meta["provenance"] or {}) | {"trim": made},
         defaults=opened.meta["defaults"],
-        vocab=None if loses else vocabs[size],
+        vocab=vocabs[size] if is_lm else None,
     )
     return rows, serve_line(settings.out, settings.target)
 

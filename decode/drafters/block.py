@@ -46,6 +46,7 @@ class BlockDrafter(HeadDrafter):
         self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
             self.after = self.vocab_head(head.light.after.weight, vocab_size)
+            del vars(self.light)["after"]
         self.body, self.nodes = lean_block(head), lean_nodes(head)
 
     @property

@@ -19,7 +19,6 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, head_rounds
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import Eagle
@@ -32,10 +31,7 @@ class EagleDrafter(HeadDrafter):
 
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
-        if len(head.head_DH) == head.rows:
-            self.lm_head = self.vocab_head(head.head_DH, vocab_size)
-        else:  # which has no others
-            self.lm_head = VocabHead(head.head_DH.detach(), self.vocab.ids_D, vocab_size)
+        self.lm_head = self.vocab_head(head.head_DH, vocab_size)
         self.body: Eagle | LeanEagle = lean_eagle(head) or head
 
     @property

@@ -23,7 +23,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, HeadKV
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, falcon_rounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean_heads import lean_prefix
-from draftsmith.decode.forward.product import Product
+from draftsmith.decode.forward.product import Product, packs
 from draftsmith.models.heads.falcon import OF_LSTM, Falcon
 from draftsmith.models.layers.layer import Attention, causal
 
@@ -37,7 +37,10 @@ class FalconDrafter(HeadDrafter):
     def __init__(self, head: Falcon, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
         self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
-        self.prefix, self.stride = lean_prefix(head), head.block
+        self.stride, lean = head.block, None
+        if packs(head.target_head_VH):
+            lean = lean_prefix(head)
+        self.block_native = None if lean is None else lean.native
         self.wide = head.block * head.hidden  # of a block's rows side by side
 
     def reset(self, rows: int, slots: int) -> None:
@@ -97,7 +100,7 @@ class FalconDrafter(HeadDrafter):
         return torch.cat([drafted_B1kH.flatten(1), rows_B1I[:, 0], memory_BS], 1)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        rows, native = len(self.state_BW), getattr(self.prefix, "native", None)
+        rows, native = len(self.state_BW), self.block_native
         if native is None or not native.steps(rows * max(nodes, self.stride)):
             return None
         drawn = Draws(self.lm_head, temperature, self.pool, self.context)

@@ -189,6 +189,7 @@ def drafter_in(
     if folder.kind != "lm":
         head = folder.head().requires_grad_(False).to(target.device, target.dtype)
         lay_side_by_side(head)
+        head.drafts = folder.vocab
         return drafter_of(head, target, vocab_size(tokenizer))
     return LMDrafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
 

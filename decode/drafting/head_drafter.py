@@ -40,7 +40,7 @@ class HeadDrafter(Drafter):
     """
 
     head: Head
-    outputs: tuple[VocabHead, ...] = ()  # the head's own LM heads, of those that have one a level
+    outputs: tuple[VocabHead, ...] = ()  # the LM heads, of those that have one a level
     owes = True
     attends = True  # whether `read` attends; else it is told where keys and values go
     trims = True  # whether it can draft some tokens alone
@@ -63,12 +63,14 @@ class HeadDrafter(Drafter):
         return self.head.vocab
 
     def vocab_head(self, rows_VH: Tensor, size: int, bias_V: Tensor | None = None) -> VocabHead:
-        """An LM head of the tokens that it drafts, of a tokenizer's `size`."""
-        if self.vocab.is_full:
-            return VocabHead(rows_VH.detach(), None, size, bias_V)
-        ids_D = self.vocab.ids_D.to(rows_VH.device)
-        bias_D = None if bias_V is None else bias_V[ids_D]
-        return VocabHead(rows_VH.detach()[ids_D], ids_D, size, bias_D)
+        """An LM head of the tokens that it drafts, of a tokenizer's `size`, from the rows of all or
+        of these; of a part of all a copy, which doesn't follow a change.
+        """
+        ids_D = None if self.vocab.is_full else self.vocab.ids_D.to(rows_VH.device)
+        if ids_D is not None and len(rows_VH) > len(ids_D):
+            rows_VH = rows_VH[ids_D]
+            bias_V = None if bias_V is None else bias_V[ids_D]
+        return VocabHead(rows_VH.detach(), ids_D, size, bias_V)
 
     def read(self, taps_BNU: Tensor, next_BN: Tensor, where: Any) -> Tensor:
         """States [B, N, H] from the target's, in the head's type, and the tokens after them."""

@@ -29,7 +29,6 @@ extern "C" void draft_heads(const Heads *h, Round *r) {
     std::vector<bf16> read(B * most), x(B * H), inner(B * H), in(B * most);
     std::vector<int64_t> from(B), made(B * K);
     Chain c = now(*h->chain, *r, from);
-    std::vector<bf16> logits(B * c.size);
     for (int64_t b = 0; b < B; b++) memcpy(&read[b * most], h->state + b * H, H * sizeof(bf16));
     for (int64_t k = 0; k < K; k++) {
         const Level &level = h->level[k];
@@ -53,9 +52,7 @@ extern "C" void draft_heads(const Heads *h, Round *r) {
             }
             added(x.data(), inner.data(), B * H);
         }
-        product(level.head, level.bias, x.data(), logits.data(), B, H, c.size, c.size);
-        float best;
-        for (int64_t b = 0; b < B; b++) made[b * K + k] = chosen(c, &logits[b * c.size], b, k, best);
+        tell(c, level.head, level.bias, x, k, K, made);
     }
     r->draft(made.data(), K, K);
 }
@@ -111,7 +108,6 @@ extern "C" void draft_clover(const Clover *h, Round *r) {
     std::vector<bf16> state(h->state, h->state + B * H), token(B * H), read(B * H);
     std::vector<int64_t> from(B), made(B * K);
     Chain c = now(*h->chain, *r, from);
-    std::vector<bf16> logits(B * c.size);
     for (int64_t k = 0; k < K; k++) {
         for (int64_t b = 0; k && b < B; b++)
             memcpy(&token[b * H], h->embedding + made[b * K + k - 1] * H, H * sizeof(bf16));
@@ -119,9 +115,7 @@ extern "C" void draft_clover(const Clover *h, Round *r) {
         std::vector<bf16> given = k ? beside(B, {{state.data(), H}, {token.data(), H}}) : state;
         maps(k ? h->later : h->first, 1, given.data(), read.data(), B, k ? 2 * H : H, H, body.threads);
         for (int64_t b = 0; b < B; b++) normed(&read[b * H], h->norm, &read[b * H], H, body.epsilon);
-        product(c.head, c.bias, read.data(), logits.data(), B, H, c.size, c.size);
-        float best;
-        for (int64_t b = 0; b < B; b++) made[b * K + k] = chosen(c, &logits[b * c.size], b, k, best);
+        tell(c, c.head, c.bias, read, k, K, made);
     }
     r->draft(made.data(), K, K);
 }

@@ -151,12 +151,21 @@ extern "C" void told_head(const Head *h, Round *r) {
     keep_last(*r, &states[b.layers * out.size()], h->state, b.hidden);
 }
 
+// Each row's token at level k of `levels`, by an LM head of what it reads [B, H].
+static void tell(const Chain &c, const bf16 *head, const bf16 *bias, const std::vector<bf16> &read, int64_t k,
+                 int64_t levels, std::vector<int64_t> &made) {
+    int64_t B = made.size() / levels, H = read.size() / B;
+    std::vector<bf16> logits(B * c.size);
+    product(head, bias, read.data(), logits.data(), B, H, c.size, c.size);
+    float best;
+    for (int64_t b = 0; b < B; b++) made[b * levels + k] = chosen(c, &logits[b * c.size], b, k, best);
+}
+
 // A block drafter in such rounds. head: the light head's layers, if it has any, and what the taps
 // become the context by; trunk: its layers and the light head's, of which the first `layers` are run
-// over a block. Of its `rows`, which all see each other (0: as few as do,
-// which see those before), the first that drafts is `first`; each is `mask`, but
-// the pending token's embedding, and added to it is a map `last` of the last state (null: isn't). light:
-// the light head, if it has any other.
+// over a block. Of its `rows`, which all see each other (0: as few as do, which see those before), the first
+// that drafts is `first`; each is `mask`, but the pending token's embedding, and added to it is a map `last`
+// of the last state (null: isn't). light: the light head, if it has any other.
 struct OnePass {
     Head head;
     const Body *trunk;
@@ -197,7 +206,7 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
     bool deep = l && !l->after;  // whose logits are each token's own
     std::vector<int64_t> from(B), made(B * K), last(r->pending, r->pending + B);
     Chain c = now(*d.chain, *r, from);
-    std::vector<bf16> rows(B * K * H), read(B * K * H), logits(B * K * c.size), state(B * H);
+    std::vector<bf16> rows(B * K * H), read(B * K * H), logits(deep ? 0 : B * K * c.size), state(B * H);
     std::vector<bf16> carried(l ? B * l->width : 0), low, adds(l && !deep ? B * c.size : 0);
     for (int64_t i = 0; i < B * K; i++) {
         memcpy(&rows[i * H], drafting + (i / K * n + i % K) * H, H * sizeof(bf16));
@@ -209,14 +218,14 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
             memcpy(&state[i * H], &(deep ? rows : read)[(i * K + k) * H], H * sizeof(bf16));
         if (l) low = lit(*l, b, h->embedding, last.data(), state, carried);
         for (int64_t i = 0; deep && i < B; i++) normed(&low[i * H], b.norm, &low[i * H], H, b.epsilon);
-        if (deep) product(c.head, c.bias, low.data(), logits.data(), B, H, c.size, c.size);
+        if (deep) tell(c, c.head, c.bias, low, k, K, made);
         if (l && !deep) product(l->after, nullptr, low.data(), adds.data(), B, l->rank, c.size, c.size);
         float best;
-        for (int64_t i = 0; i < B; i++) {
-            const bf16 *own = &logits[(deep ? i : i * K + k) * c.size];
-            const bf16 *beyond = l && !deep ? &adds[i * c.size] : nullptr;
-            made[i * K + k] = last[i] = chosen(c, own, i, k, best, nullptr, beyond);
+        for (int64_t i = 0; !deep && i < B; i++) {
+            const bf16 *own = &logits[(i * K + k) * c.size], *more = l ? &adds[i * c.size] : nullptr;
+            made[i * K + k] = chosen(c, own, i, k, best, nullptr, more);
         }
+        for (int64_t i = 0; i < B; i++) last[i] = made[i * K + k];
     }
     r->draft(made.data(), K, K);
 }

@@ -85,7 +85,7 @@ def several(
             law_TV.div_(params.law[0])
 
     where = pool, (tokens_BN, rows.lens_B, at_2BN), width, side_MBNU, taps
-    if bare and native.reads_out(head):
+    if bare and head.ids_D is None and native.reads_out(head):
         step = native.step(*where, head=head, temperature=params.law[0])
     else:
         step = native.step(*where, law=law)

@@ -305,7 +305,7 @@ def lean_nodes(head: Block) -> LeanNodes | None:
 
 
 def lean_prefix(head: Clover | Falcon | Hydra) -> LeanStack | None:
-    """A head's `prefix`; None as above."""
+    """A head's `prefix`, of its `prefix_parts`: sizes, layers and a norm. None as above."""
 
     def states(given: Given, body: Any, attention: Attention) -> list[Tensor]:
         states_BTH, _, at_BT = given

@@ -258,8 +258,8 @@ extern "C" void attend(const Body *b, const Pass *p, int64_t layer, const bf16 *
     attended(*b, *p, layer, queries, b->heads * b->width, out);
 }
 
-// The best token at a row's level by its logits; scores: of all rows, where they are wanted; more: what
-// is added to the logits.
+// The best token at a row's level by its logits; scores: of all tokens, where they are wanted; more:
+// what is added to the logits.
 static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k, float &most,
                       float *scores = nullptr, const bf16 *more = nullptr) {
     int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step, best = 0;

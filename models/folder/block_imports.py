@@ -119,6 +119,9 @@ def _block(
     }
     tensors = {}
     if vocab is not None and AFTER in names:  # ours has a row of every token
+        given = checkpoint.meta[names[AFTER]].shape[0]
+        if given != drafted:
+            raise unfit(checkpoint, f"has {given} rows of markov_w2", f"{drafted}, its tokens")
         [after_DR] = checkpoint.read([names.pop(AFTER)]).values()
         after_VR = after_DR.new_zeros(int(rows), after_DR.shape[1])
         tensors[AFTER] = after_VR.index_copy(0, vocab.ids_D, after_DR)

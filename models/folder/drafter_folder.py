@@ -63,9 +63,9 @@ def save_drafter(
 
     kind: "lm", or of `heads()`; model: saved in the dtype it has; target_fingerprint: of the target
     it was trained for; provenance: see `provenance.provenance`; defaults: how to decode with it,
-    keys of `DEFAULTS`; vocab: of a draft LM, the tokens that it drafts (None: all), its weights
-    stay whole. ValueError for an unknown kind or default, weights that aren't finite, a folder that
-    holds something else; OSError where the disk is full: it says what is still there.
+    keys of `DEFAULTS`; vocab: the tokens that it drafts (None: all, or those that a head says), its
+    weights stay whole. ValueError for an unknown kind or default, weights that aren't finite, a
+    folder that holds something else; OSError where the disk is full: it says what is still there.
     """
     folder = Path(os.path.abspath(folder))
     _known_kind(kind, folder)
@@ -85,6 +85,7 @@ def save_drafter(
             f"got weights that aren't finite ({', '.join(broken[:4])}); expected numbers; "
             f"nothing was written to {folder}: go back to an earlier state"
         )
+    vocab = vocab or (model.drafts if isinstance(model, Head) else None)
     drafts = vocab or (model.vocab if isinstance(model, Head) else None)
     drafts = None if drafts is None or drafts.is_full else drafts
     meta = {
@@ -112,7 +113,8 @@ def save_drafter(
 @dataclass(frozen=True)
 class DrafterFolder:
     """A drafter folder that was found whole: where it is, its kind, its draftsmith.json; of another
-    toolkit's head, how to read it; of a draft LM, the tokens that it drafts (None: all).
+    toolkit's head, how to read it; the tokens that it drafts, where its weights don't say (None:
+    all).
     """
 
     path: Path
@@ -127,15 +129,14 @@ class DrafterFolder:
         return load_draft(self.path, dtype)
 
     def head(self, dtype: str = "auto") -> Head:
-        """The head in eval mode, in the saved dtype unless another is named."""
+        """The head in eval mode, in the saved dtype unless another is named; whatever it is to
+        draft, which is the decoder's matter, it knows all tokens.
+        """
         if self.foreign is None:
             config = read_json(self.path / "config.json")
             tensors = load_file(self.path / "model.safetensors")
-            head = assembled(heads()[self.kind], config, tensors, dtype)
-        else:
-            head = self.foreign[0].head(self.foreign[1], dtype)
-        head.drafts = self.vocab
-        return head
+            return assembled(heads()[self.kind], config, tensors, dtype)
+        return self.foreign[0].head(self.foreign[1], dtype)
 
 
 def open_drafter(
@@ -174,7 +175,8 @@ def open_drafter(
     if meta["kind"] == "lm":
         rows = load_config(folder).get_text_config().vocab_size
     # EAGLE-3 heads have their map among their weights.
-    vocab = None if "draft_vocab_size" in config else read_vocab(folder, meta, rows)
+    own = meta["kind"] != "lm" and "draft_vocab_size" in config
+    vocab = None if own else read_vocab(folder, meta, rows)
     drafter = DrafterFolder(folder, meta["kind"], meta, vocab=vocab)
     tokenizer = load_tokenizer(folder)
     check_logit_width(rows, tokenizer, f"the draft {folder}")

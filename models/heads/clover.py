@@ -15,7 +15,7 @@ augmenting layers without the tokens, ours with them.
 Shapes: B rows, T positions, X any leading axes, H hidden, V rows of the target's LM head, A heads.
 """
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,7 @@ class Clover(LayerHead):
         self.norm, self.head_norm = (
             LlamaRMSNorm(self.hidden, eps=layer.rms_norm_eps) for _ in range(2)
         )
+        self.prefix_parts = layer, list(self.layers), self.norm
         self.first, self.later = (nn.Linear(n * self.hidden, self.hidden) for n in (1, 2))
         for part in (self.first, self.later):
             nn.init.zeros_(part.bias)
@@ -99,11 +100,6 @@ class Clover(LayerHead):
         for index, layer in enumerate(self.layers):
             hidden_BTH = layer.run(hidden_BTH, rotary, attention, index)
         return self.norm(hidden_BTH)
-
-    @property
-    def prefix_parts(self) -> tuple[PretrainedConfig, list[Any], LlamaRMSNorm]:
-        """Sizes of the layers, themselves, and the norm."""
-        return self.config, list(self.layers), self.norm
 
     def state(self, state_XH: Tensor, token_XH: Tensor | None) -> Tensor:
         """What the LM head multiplies, of s_d and the token that made it; None: of s_0."""

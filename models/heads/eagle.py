@@ -127,11 +127,7 @@ class Eagle(LayerHead):
     """An EAGLE-1 or EAGLE-3 head, or an MTP module; `kind` says which."""
 
     kinds: ClassVar = {
-        "eagle1": Kind(
-            "EAGLE-1",
-            {"sglang": Reads("EAGLE"), "vllm": Reads("eagle")},
-            learns=True,
-        ),
+        "eagle1": Kind("EAGLE-1", {"sglang": Reads("EAGLE"), "vllm": Reads("eagle")}, learns=True),
         "eagle3": Kind(
             "EAGLE-3",
             {
@@ -143,13 +139,8 @@ class Eagle(LayerHead):
             },
             learns=True,
         ),
-        "dovetail": Kind(
-            "an EAGLE-1 head with Dovetail's gated fusion",
-        ),
-        "mtp": Kind(
-            "an MTP module apart from its model",
-            learns=True,
-        ),
+        "dovetail": Kind("an EAGLE-1 head with Dovetail's gated fusion"),
+        "mtp": Kind("an MTP module apart from its model", learns=True),
     }
 
     def __init__(self, config: EagleConfig) -> None:

@@ -53,6 +53,7 @@ class Falcon(LayerHead):
         self.levels, self.block = levels, block
         self.lstm = nn.LSTM(2 * self.hidden, self.hidden, num_layers=2)
         self.layer = EagleLayer(layer, 0, bare=True)
+        self.prefix_parts = layer, [self.layer], None
         # Of the gates (in, forget, cell, out): what ends a text, and what passes over a pair.
         shut_42 = SHUT * torch.tensor([[-1.0, -1.0], [-1.0, 1.0], [0.0, 0.0], [-1.0, 0.0]])
         self.register_buffer("shut_G2", shut_42.repeat_interleave(self.hidden, 0), persistent=False)
@@ -103,11 +104,6 @@ class Falcon(LayerHead):
     def prefix(self, rows_BRH: Tensor, positions_BR: Tensor, attention: Attention) -> Tensor:
         """The layer on rows that see each other as `attention` has it."""
         return self.layer.run(rows_BRH, self.rotary(rows_BRH, positions_BR), attention, 0)
-
-    @property
-    def prefix_parts(self) -> tuple[PretrainedConfig, list[EagleLayer], None]:
-        """Sizes of the layer, itself, and no norm."""
-        return self.config, [self.layer], None
 
     def keys(self, y_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.remember(y_BTH, self.rotary(y_BTH, positions_BT))

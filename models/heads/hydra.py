@@ -95,6 +95,7 @@ class Hydra(Head):
             self.prefix_layer = EagleLayer(layer, 0)
             self.prefix_norm = LlamaRMSNorm(config.hidden, eps=layer.rms_norm_eps)
             self.rotary = Rotary(layer)
+            self.prefix_parts = layer, [self.prefix_layer], self.prefix_norm
 
     def init_from(self, target: PreTrainedModel) -> Self:
         """Bind the target, and copy its LM head into those of the heads, without a bias."""
@@ -116,11 +117,6 @@ class Hydra(Head):
             return norm_BTH
         rotary = self.rotary(norm_BTH, positions_BT)
         return self.prefix_norm(self.prefix_layer.run(norm_BTH, rotary, attention, 0))
-
-    @property
-    def prefix_parts(self) -> tuple[Any, list[Any], Any]:
-        """Sizes of Hydra++'s layer, it alone, and the norm after it."""
-        return self.config.prefix, [self.prefix_layer], self.prefix_norm
 
     def state(self, depth: int, base_XH: Tensor, path_XPH: Tensor) -> Tensor:
         """What the LM head of head `depth` multiplies, [..., H].

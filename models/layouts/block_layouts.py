@@ -43,11 +43,16 @@ def block_exported(
     if reason := unread(to, config, layers):
         raise ValueError(f"to={to}: got a block drafter that it would draft wrongly with: {reason}")
     if to == "speculators" and not vocab.is_full:
-        own = {"lm_head.weight": head_weight(target).detach().to(tensors["fc.weight"])}
-        own |= {name: tensors[name] for name in tensors if name == AFTER}
-        ids_D = vocab.ids_D.to(tensors["fc.weight"].device)
-        tensors |= {name: rows_VX[ids_D] for name, rows_VX in own.items()}
+        whole = {"lm_head.weight": head_weight(target).detach()}
+        whole |= {AFTER: tensors[AFTER]} if AFTER in tensors else {}
+        for name, rows_VX in whole.items():
+            tensors[name] = rows_VX[vocab.ids_D.to(rows_VX.device)].to(tensors["fc.weight"])
         tensors |= {"d2t": vocab.d2t_D, "t2d": vocab.t2d_V}
+    elif AFTER in tensors and not (vocab.is_full or tensors[AFTER][~vocab.t2d_V].any()):
+        raise ValueError(
+            f"to={to}: got a light head that was trained for {len(vocab.ids_D):,} of its tokens, "
+            "which only speculators' layout can say; expected to=speculators"
+        )
     for ours, theirs in NAMES.items():
         for name in [name for name in tensors if name.startswith(ours)]:
             tensors[MARKOV_HEAD + theirs + name.removeprefix(ours)] = tensors.pop(name)

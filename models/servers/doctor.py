@@ -109,7 +109,7 @@ def opened(case: Case) -> list[Finding]:
     except ValueError as error:
         return [Finding(name, "fault", str(error), {OURS: "refuses it"}, "see the message")]
     findings = [Finding(name, "ok")]
-    if found.vocab is not None:  # known to our decoder alone
+    if found.vocab is not None and found.foreign is None:  # known to our decoder alone
         says = f"{len(found.vocab.ids_D)} of {found.vocab.size} tokens"
         whole = about(found.kind).stacks
         servers = {STACKS[stack].name: "drafts with its whole LM head" for stack in whole}

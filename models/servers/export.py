@@ -109,7 +109,9 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
         ours = shutil.ignore_patterns(META, FILE)
         shutil.copytree(opened.path, folder, ignore=ours, dirs_exist_ok=True)
     else:
-        made = opened.head().bind(model).exported(to, model, K)
+        head = opened.head().bind(model)
+        head.drafts = opened.vocab
+        made = head.exported(to, model, K)
         K = made.K or K
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", made.config)
@@ -208,8 +210,8 @@ def _notes(folder: Path, meta: dict[str, Any]) -> list[str]:
     if (folder / FILE).exists():
         drafted = meta["vocabulary_map"]
         lines.append(
-            f"# servers know no draft vocabulary of such a drafter: there it drafts all "
-            f"{drafted['target']:,} tokens, by python -m draftsmith {drafted['draft']:,}"
+            "# but for speculators' layout of block drafters servers know no such map: there "
+            f"it drafts all {drafted['target']:,} tokens, here {drafted['draft']:,}"
         )
     if meta["kind"] != "lm":
         return lines

@@ -70,7 +70,7 @@ def made(kind: str, target: PreTrainedModel, **about: Any) -> Head:
     elif kind == "clover2":
         head = Clover(config, 2, 4)
     elif kind.startswith("falcon"):
-        head = Falcon(config, 4, int(kind[-1]))
+        head = Falcon(config, 6, int(kind[-1]))
     elif kind == "kangaroo":
         head = Kangaroo(layer_like(target), 1)
     elif kind == "longspec":  # of a window that fewer rounds fill than may wait

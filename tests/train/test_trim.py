@@ -294,7 +294,7 @@ def test_the_command_trims_an_eagle_head(
     assert torch.equal(got.fc.weight, head.fc.weight)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "block"])
+@pytest.mark.parametrize("kind", ["medusa", "dspark", "eagle1"])
 def test_other_heads_keep_their_rows_and_have_a_map_beside(
     pair: Any, at_hand: dict[str, str], tmp_path: Path, kind: str
 ) -> None:
@@ -308,7 +308,7 @@ def test_other_heads_keep_their_rows_and_have_a_map_beside(
     assert opened.vocab is not None and len(opened.vocab.ids_D) == 50
     for name, tensor in head.state_dict().items():
         assert torch.equal(opened.head().state_dict()[name], tensor)
-    drafter = load_drafter(str(tmp_path / "out"), target, tokenizer)
+    drafter: Any = load_drafter(str(tmp_path / "out"), target, tokenizer)
     params = SamplingParams(temperature=1.0, max_new_tokens=24, ignore_eos=True)
     plain = Decoder(target, tokenizer).generate(PROMPTS, params)
     done = Decoder(target, tokenizer, drafter, batch_size=2).generate(PROMPTS, params)
@@ -316,7 +316,12 @@ def test_other_heads_keep_their_rows_and_have_a_map_beside(
     drafted = {t for c in done for t, own in zip(c.tokens, c.accepted, strict=True) if own}
     assert drafted <= set(opened.vocab.ids_D.tolist())
     with pytest.warns(UserWarning, match="comes last"):
-        earlier_head(str(tmp_path / "out"), target, tokenizer, (kind, "dspark"), "")
+        again = earlier_head(str(tmp_path / "out"), target, tokenizer, (kind,), "")
+    assert again.vocab.is_full  # so is what is trained from it
+    assert open_drafter(ours(tmp_path / "more", again, target, tokenizer), None).vocab is None
+    kept = ours(tmp_path / "kept", drafter.head, target, tokenizer)
+    found = open_drafter(kept, None).vocab
+    assert found is not None and torch.equal(found.ids_D, opened.vocab.ids_D)
     (tmp_path / "out" / FILE).unlink()
     with pytest.raises(ValueError, match=f"a vocabulary_map and no {FILE}"):
         open_drafter(tmp_path / "out", fingerprint(target, tokenizer))

@@ -141,11 +141,13 @@ def test_what_a_head_holds_is_what_it_holds_after_one_at_a_time(
 def test_a_chain_of_one_call_is_torchs(pair: Pair, kind: str, tmp_path: Path) -> None:
     """Token by token, by weights that say more than the noise; a rounding may decide a near tie."""
     drafter = loaded(kind, ours(tmp_path, head_of(kind, pair, 0.35), *pair), pair)
-    decoder, logits = Decoder(*pair, drafter, K=3, batch_size=ROWS), list[torch.Tensor]()
-    done = decoder.generate(TEXTS[:ROWS], WAYS["greedy"])
+    K = min(drafter.levels, 6)  # Falcon's in several passes
+    decoder, logits = Decoder(*pair, drafter, K=K, batch_size=ROWS), list[torch.Tensor]()
+    prompts = [[5], [7, 5], [9, 7, 5]] if kind == "falcon-4" else TEXTS[:ROWS]
+    done = decoder.generate(prompts, replace(WAYS["greedy"], max_new_tokens=2))
     ends_B = torch.tensor([len(one.prompt_tokens) + len(one.tokens) - 1 for one in done])
     pending_B = torch.tensor([one.tokens[-1] for one in done])
-    request = round_of(chain_plan(3), ROWS, len(pair[1]), torch.device("cpu"))
+    request = round_of(chain_plan(K), ROWS, len(pair[1]), torch.device("cpu"))
     request = replace(request, lens_B=ends_B, pending_B=pending_B, top=int(ends_B.max()))
     feed = drafter.feed(request)
 
@@ -161,10 +163,10 @@ def test_a_chain_of_one_call_is_torchs(pair: Pair, kind: str, tmp_path: Path) ->
     for row, (found, wanted) in enumerate(
         zip(found_BN.tolist(), like.tokens_BN.tolist(), strict=True)
     ):
-        for depth in range(3):
+        for depth in range(K):
             law_V, (got, best) = logits[depth][row], (x[1 + depth] for x in (found, wanted))
-            assert float(law_V[best] - law_V[got]) <= 2**-6 * float(law_V[law_V.isfinite()].std())
+            assert float(law_V[best] - law_V[got]) <= 2**-6 * float(law_V[best].abs() + 1)
             if got != best:
                 break
             same += 1
-    assert same > 2 * ROWS and len(found_BN[:, 1:].unique()) > 1
+    assert same > 2 * ROWS and K > 2 and len(found_BN[:, 1:].unique()) > 1

@@ -174,10 +174,17 @@ def test_a_part_of_the_tokens_goes_to_speculators_and_back(
     for place in (folder, str(tmp_path / "out")):
         _, findings = examine(place, path)
         assert not [one for one in findings if one.verdict == "fault"]
-    assert "drafts all 320 tokens" in serve_line(folder, path)
+    assert "speculators' layout of block drafters" in serve_line(folder, path)
     export(folder, path, "vllm", str(tmp_path / "whole"))
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     assert whole.keys() == theirs(head).keys()
+    if kind == "dspark":  # whose light head says nothing of other tokens
+        with pytest.raises(ValueError, match="only speculators' layout can say"):
+            export(str(tmp_path / "out"), path, "vllm", str(tmp_path / "half"))
+        tensors["markov_head.markov_w2.weight"] = torch.zeros(320, 6)
+        cut = written(tmp_path / "cut", config, tensors, "model.safetensors")
+        with pytest.raises(ValueError, match="320 rows of markov_w2; expected 107"):
+            open_drafter(cut, None, target_config=tiny_target.config)
 
 
 def test_a_mask_of_its_own_goes_to_vllm(place: Any, tmp_path: Path, tiny_target: Target) -> None:

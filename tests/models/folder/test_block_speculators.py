@@ -181,7 +181,10 @@ def test_parity(case: Case, target: LlamaForCausalLM, monkeypatch: pytest.Monkey
 
 def reread(folder: Path, target: LlamaForCausalLM) -> Any:
     with pytest.warns(UserWarning, match="not known to be made for this target"):
-        return open_drafter(folder, None, target_config=target.config).head()
+        opened = open_drafter(folder, None, target_config=target.config)
+    head = opened.head()
+    head.drafts = opened.vocab
+    return head
 
 
 FOLDERS = [case for case in CASES if case.loss == "fkl"]
