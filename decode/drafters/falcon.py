@@ -28,6 +28,9 @@ from draftsmith.models.heads.falcon import OF_LSTM, Falcon
 from draftsmith.models.layers.layer import Attention, causal
 
 
+FEW = 16  # pairs whose LSTM goes by products of its own
+
+
 class FalconDrafter(HeadDrafter):
     """Tokens enter between passes."""
 
@@ -37,9 +40,8 @@ class FalconDrafter(HeadDrafter):
     def __init__(self, head: Falcon, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
         self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
-        self.stride, lean = head.block, None
-        if packs(head.target_head_VH):
-            lean = lean_prefix(head)
+        self.stride, self.packs = head.block, packs(head.target_head_VH)
+        lean = lean_prefix(head) if self.packs else None
         self.block_native = None if lean is None else lean.native
         self.wide = head.block * head.hidden  # of a block's rows side by side
 
@@ -91,7 +93,7 @@ class FalconDrafter(HeadDrafter):
         head, k = self.head, self.head.block
         recent_BkH = old_BX[:, : self.wide].unflatten(1, (k, -1))
         states_BTH, memory_BS = taps_BTH.to(self.dtype), old_BX[:, self.wide :]
-        y_BTH, memory_BS = head.along(states_BTH, next_BT, memory_BS, last_B1=last_B1)
+        y_BTH, memory_BS = self._along(states_BTH, next_BT, memory_BS, last_B1)
         rows_B1I = picked(head.blocks(y_BTH, at_BT, recent_BkH).flatten(2), last_B1)
         keyed, end_B1 = head.keys(y_BTH, at_BT), at_BT.gather(1, last_B1)
         drafted_B1kH = head.draft(
@@ -151,10 +153,31 @@ class FalconDrafter(HeadDrafter):
         """What nodes carry on, from what their parents did."""
         memory_NS = carried_BFX[..., self.wide :].flatten(0, 1)
         pair = states_BFH.flatten(0, 1)[:, None], tokens_BF.flatten()[:, None]
-        y_N1H, memory_NS = self.head.along(*pair, memory_NS)
+        y_N1H, memory_NS = self._along(*pair, memory_NS, torch.zeros_like(pair[1]))
         recent_BFI = carried_BFX[..., self.head.hidden : self.wide]
         made_NY = torch.cat([y_N1H[:, 0], memory_NS], -1)
         return torch.cat([recent_BFI, made_NY.unflatten(0, tokens_BF.shape)], -1)
+
+    def _along(
+        self, states_BTH: Tensor, next_BT: Tensor, memory_BS: Tensor, last_B1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As the head's own; of a few pairs on a CPU by products that lay no matrix anew."""
+        if next_BT.shape[1] > FEW or not self.packs:
+            return self.head.along(states_BTH, next_BT, memory_BS, last_B1=last_B1)
+        x_BTI, kept = torch.cat([self.head.embed(next_BT), states_BTH], -1), list[Tensor]()
+        for layer in range(2):
+            output_BH, cell_BH = memory_BS.chunk(4, -1)[2 * layer : 2 * layer + 2]
+            made = list[Tensor](), list[Tensor]()
+            for given_BG in self.gates[layer](x_BTI).unbind(1):
+                gates_BG = given_BG + self.gates[2 + layer](output_BH)
+                enters_BH, stays_BH, new_BH, leaves_BH = gates_BG.chunk(4, -1)
+                cell_BH = stays_BH.sigmoid() * cell_BH + enters_BH.sigmoid() * new_BH.tanh()
+                output_BH = leaves_BH.sigmoid() * cell_BH.tanh()
+                for of, part in zip(made, (output_BH, cell_BH), strict=True):
+                    of.append(part)
+            x_BTI, cells_BTH = (torch.stack(part, 1) for part in made)
+            kept += [picked(each, last_B1)[:, 0] for each in (x_BTI, cells_BTH)]
+        return x_BTI, torch.cat(kept, -1)
 
     def _by_row(self, at_BF: Tensor, slots_BF: Tensor, seen: Seen) -> tuple[Tensor, Tensor, Seen]:
         """For the k queries that each of the nodes has; all see what it sees."""

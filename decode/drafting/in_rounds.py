@@ -108,9 +108,9 @@ class Trunk(NamedTuple):
 
 
 class LightParts(NamedTuple):
-    """A light head without layers. kind: one of LIT; numbers: R and how many are carried on, and
-    the epsilon of its norms; tensors: numbers of each token, what is added to the logits by these,
-    and the norms of tokens and states; products: its maps, at most two, and a GRU cell's.
+    """A light head without layers. kind: one of LIT; numbers: R, how many are carried on, and the
+    epsilon of its norms; tensors: each token's own numbers, what adds to the logits, and the norms
+    of tokens and states; maps: at most two; cell: a GRU's two, if it has one.
     """
 
     kind: str
