@@ -27,7 +27,6 @@ from draftsmith.decode.forward.product import Product, packs
 from draftsmith.models.heads.falcon import OF_LSTM, Falcon
 from draftsmith.models.layers.layer import Attention, causal
 
-
 FEW = 16  # pairs whose LSTM goes by products of its own
 
 

@@ -36,6 +36,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.trim import trimmed_head
 
 pytestmark = NEEDS
+CLOSE = {"rtol": 2**-5, "atol": 2**-6}  # a few roundings in bf16
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle1": ("eagle1", {}),
@@ -170,3 +171,19 @@ def test_a_chain_of_one_call_is_torchs(pair: Pair, kind: str, tmp_path: Path) ->
                 break
             same += 1
     assert same > 2 * ROWS and K > 2 and len(found_BN[:, 1:].unique()) > 1
+
+
+def test_an_lstm_by_products_is_the_heads(pair: Pair, tmp_path: Path) -> None:
+    """Of rows with fewer pairs than others, from what they remember."""
+    drafter = loaded("falcon-2", ours(tmp_path, head_of("falcon-2", pair, 1.0), *pair), pair)
+    noise, hidden = torch.Generator().manual_seed(0), drafter.head.hidden
+    pairs = torch.randn(3, 5, hidden, generator=noise).bfloat16(), torch.arange(15).view(3, 5)
+    memory_BS = torch.randn(3, 4 * hidden, generator=noise).bfloat16()
+    last_B1 = torch.tensor([[4], [0], [2]])
+    with torch.inference_mode():
+        found = drafter._along(*pairs, memory_BS, last_B1)
+        like = drafter.head.along(*pairs, memory_BS, last_B1=last_B1)
+    for row, last in enumerate(last_B1[:, 0].tolist()):
+        torch.testing.assert_close(*(y[0][row, : last + 1] for y in (found, like)), **CLOSE)
+        torch.testing.assert_close(found[1][row], like[1][row], **CLOSE)
+    assert found[0].abs().mean() > 0.1
