@@ -40,8 +40,7 @@ class FalconDrafter(HeadDrafter):
         super().__init__(head, target, head.config)
         self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
         self.stride, self.packs = head.block, packs(head.target_head_VH)
-        lean = lean_prefix(head) if self.packs else None
-        self.block_native = None if lean is None else lean.native
+        self.block_native = getattr(self.packs and lean_prefix(head), "native", None)
         self.wide = head.block * head.hidden  # of a block's rows side by side
 
     def reset(self, rows: int, slots: int) -> None:

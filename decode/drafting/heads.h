@@ -62,6 +62,15 @@ extern "C" void told_heads(const Heads *h, Round *r) {
     keep_last(*r, h->prefix ? out.data() : r->side, h->state, h->hidden);
 }
 
+// A head whose rows' `state` a call keeps up, by a body over the text's tokens and their embeddings.
+struct Kept {
+    const Body *body;
+    const Pass *pass;
+    const Chain *chain;
+    const bf16 *embedding;
+    bf16 *state;
+};
+
 // What takes a token into a state by its direction, head by head: s + V e * cos(Q norm s, K e). token: the
 // maps K and V.
 struct Taking {
@@ -92,18 +101,13 @@ static void taken(const Taking &by, const Body &b, const bf16 *state, const bf16
 // Clover-2's heads in such rounds: the target's states, with the tokens after them taken in by `enter`, go
 // through the prefix to a row's state, and each drafted token is taken into that by `step`. What the LM head
 // multiplies is a map of the row's state, `first`, or of a later one beside its token, and normed.
-struct Clover {
-    const Body *prefix;
-    const Pass *pass;
-    const Chain *chain;
-    const bf16 *embedding;
-    bf16 *state;
+struct Clover : Kept {
     Taking enter, step;
     const bf16 *norm;
     const Map *first, *later;
 };
 extern "C" void draft_clover(const Clover *h, Round *r) {
-    const Body &body = *h->prefix;
+    const Body &body = *h->body;
     int64_t B = r->rows, K = r->nodes - 1, H = body.hidden;
     std::vector<bf16> state(h->state, h->state + B * H), token(B * H), read(B * H);
     std::vector<int64_t> from(B), made(B * K);
@@ -120,24 +124,19 @@ extern "C" void draft_clover(const Clover *h, Round *r) {
     r->draft(made.data(), K, K);
 }
 extern "C" void told_clover(const Clover *h, Round *r) {
-    int64_t L = r->length, T = r->rows * L, H = h->prefix->hidden;
+    int64_t L = r->length, T = r->rows * L, H = h->body->hidden;
     std::vector<bf16> tokens(T * H), entries(T * H), states, out;
     for (int64_t t = 0; t < T; t++)
         memcpy(&tokens[t * H], h->embedding + r->told(t / L)[t % L] * H, H * sizeof(bf16));
-    taken(h->enter, *h->prefix, r->side, tokens.data(), entries.data(), T);
-    fed(*h->prefix, *h->pass, *h->chain, *r, entries.data(), states, out);
+    taken(h->enter, *h->body, r->side, tokens.data(), entries.data(), T);
+    fed(*h->body, *h->pass, *h->chain, *r, entries.data(), states, out);
     keep_last(*r, out.data(), h->state, H);
 }
 
 // Falcon in such rounds. Of a row, `state` holds what its last pass drafts by, the `block` last pairs, and
 // what the LSTM keeps: of both its layers the output and the cell. into, before: of each layer, the maps to
 // the gates (in, forget, cell, out) of what it reads, and of its output at the pair before.
-struct Falcon {
-    const Body *body;
-    const Pass *pass;
-    const Chain *chain;
-    const bf16 *embedding;
-    bf16 *state;
+struct Falcon : Kept {
     int64_t block;
     const Map *into[2], *before[2];
     int64_t wide() const { return (2 * block + 4) * body->hidden; }

@@ -53,14 +53,16 @@ class _Heads(ctypes.Structure):
     _fields_ += [("prefix", _P), ("pass_", _P)]
 
 
-class _Clover(ctypes.Structure):
-    _fields_ = [(n, _P) for n in ("prefix", "pass_", "chain", "embedding", "state")]
-    _fields_ += [(f"{part}_{of}", _P) for of in range(3) for part in ("norm", "one", "other")]
-
-
-class _Falcon(ctypes.Structure):
+class _Kept(ctypes.Structure):
     _fields_ = [(n, _P) for n in ("body", "pass_", "chain", "embedding", "state")]
-    _fields_ += [("block", _N), *((f"gates_{i}", _P) for i in range(4))]
+
+
+class _Clover(_Kept):
+    _fields_ = [(f"{part}_{of}", _P) for of in range(3) for part in ("norm", "one", "other")]
+
+
+class _Falcon(_Kept):
+    _fields_ = [("block", _N), *((f"gates_{i}", _P) for i in range(4))]
 
 
 class _OnePass(ctypes.Structure):
@@ -290,11 +292,10 @@ def _light(native: NativeBody, head: VocabHead, parts: LightParts) -> _Light | N
     maps = _maps_of(native, head, [*parts.maps, *parts.cell])
     if maps is None or any(number % STEP for number in parts.numbers[:2]):
         return None
-    count = len(parts.maps)
-    two = [*maps[:count], None, None][:2], [*maps[count:], None, None][:2]
+    places = *maps[: len(parts.maps)], *[None] * (2 - len(parts.maps)), *maps[len(parts.maps) :]
     follow(parts.tensors)
     kind, tensors = LIT.index(parts.kind), map(pointer, parts.tensors)
-    return _Light(kind, *parts.numbers, *tensors, *two[0], *two[1])
+    return _Light(kind, *parts.numbers, *tensors, *places)
 
 
 def _maps_of(native: NativeBody, head: VocabHead, products: Sequence[Product]) -> list[int] | None:
