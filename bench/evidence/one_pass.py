@@ -49,6 +49,7 @@ KINDS: Kinds = {
     "ours, LK": (*BLOCK, "loss=lk"),
     "ours, KL and match": (*BLOCK, "loss=fkl+match"),
     "ours, noise": (*BLOCK, "head.noise=true"),
+    "ours, narrow": (*BLOCK, "head.narrow=256"),
     "ours, two layers": (*BLOCK, "head.layers=2"),
     "ours, path head": (*BLOCK, "head.layers=2", "head.light=path", "head.rank=64"),
     "ours, Markov head": (*BLOCK, "head.layers=2", "head.light=markov", "head.rank=64"),

@@ -190,6 +190,8 @@ def widened_head(head: Head, small: PreTrainedModel, large: PreTrainedModel) -> 
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if about.get(name) == getattr(small.config, name):
             about[name] = getattr(wide, name)
+    if about.get("narrow"):
+        about["narrow"] = about["narrow"] * wide.intermediate_size // small.config.intermediate_size
     if "rms_norm_eps" in about:
         about["rms_norm_eps"] = about["rms_norm_eps"] * shape.h / shape.H
     taps = tuple(tap if tap == NORM else tap * times for tap in head.taps)

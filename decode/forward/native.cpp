@@ -22,7 +22,8 @@ struct Layer {
     TwoTap taps[4];
 };
 struct Body {
-    int64_t layers, hidden, heads, kv_heads, width, inner;
+    int64_t layers, hidden, heads, kv_heads, width;
+    const int64_t *inner;  // of each layer's feed-forward
     const bf16 *embedding, *norm, *cos, *sin;  // no embedding: layer 0 reads the states given
     double epsilon, scale;
     const Layer *layer;
@@ -210,9 +211,9 @@ extern "C" void body(const Body *model, const Pass *pass) {
     const Body &b = *model;
     const Pass &p = *pass;
     Threads here(b.threads);
-    int64_t T = p.rows * p.n, H = b.hidden, I = b.inner, E = b.width;
+    int64_t T = p.rows * p.n, H = b.hidden, E = b.width;
     std::vector<bf16> x(2 * T * H), more(T * H), heads(T * (b.heads + 2 * b.kv_heads) * E);
-    std::vector<bf16> out(T * b.heads * E), inner(2 * T * I);
+    std::vector<bf16> out(T * b.heads * E), inner(2 * T * *std::max_element(b.inner, b.inner + b.layers));
     begun(b, p, p.states, x.data());
     for (int64_t l = p.first; l < p.last; l++) {
         const Layer &layer = b.layer[l];
@@ -232,6 +233,7 @@ extern "C" void body(const Body *model, const Pass *pass) {
         if (!layer.gate) continue;
         for (int64_t t = 0; t < T; t++) normed(now + t * H, layer.after, &x[t * H], H, b.epsilon);
         convolved(layer.taps[2], x.data(), T, p.n, H);
+        int64_t I = b.inner[l];
         bf16 *gate = inner.data(), *up = gate + T * I;
         product(layer.gate, layer.gate_bias, x.data(), gate, T, H, I, I);
         product(layer.up, layer.up_bias, x.data(), up, T, H, I, I);

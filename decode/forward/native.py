@@ -6,7 +6,7 @@ one thread, and of larger models on as many as torch has (`crew.h`). Where no co
 more tokens or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with
 them before it is used.
 
-Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary, A query heads of E numbers.
+Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
 """
 
 import copy
@@ -38,9 +38,9 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P, _P)
 
 
-class _Body(ctypes.Structure):
-    _fields_ = [(n, _N) for n in ("layers", "hidden", "heads", "kv_heads", "width", "inner")]
-    _fields_ += [(n, _P) for n in ("embedding", "norm", "cos", "sin")]
+class Body(ctypes.Structure):
+    _fields_ = [(n, _N) for n in ("layers", "hidden", "heads", "kv_heads", "width")]
+    _fields_ += [(n, _P) for n in ("inner", "embedding", "norm", "cos", "sin")]
     _fields_ += [("epsilon", ctypes.c_double), ("scale", ctypes.c_double), ("layer", _P)]
     _fields_ += [(n, _N) for n in ("pairs", "normed", "fed_normed", "beside")]
     _fields_ += [(n, _P) for n in ("of_token", "of_state", "front", "front_bias")]
@@ -84,9 +84,11 @@ class NativeBody:
         self.made, self.layers = made, 1 + body.layers[-1].index
         first = body.layers[0]
         heads, kv_heads, width = first.sizes
-        inner, self.hidden = first.exit[2].tensors[0][0].shape
+        self.hidden = first.exit[2].tensors[0][0].shape[1]
         self.tensors = [body.embedding_VH, weight_of(body.norm), body.cos_SE, body.sin_SE]
         given = {layer.index: parts_of(layer) for layer in body.layers}
+        inner = {layer.index: len(layer.exit[2].tensors[0][0]) for layer in body.layers}
+        self.inner = (_N * self.layers)(*(inner.get(i, 0) for i in range(self.layers)))
         parts = [part for i in range(self.layers) for part in given.get(i, [None] * PARTS)]
         assert len(parts) == PARTS * self.layers
         self.pointers = (_P * len(parts))(*map(pointer, parts))
@@ -98,8 +100,8 @@ class NativeBody:
         self.compressed = compressed(matrices)
         self.counted = [x.weight for x in self.compressed if not x.weight.is_inference()]
         self.versions: list[int] = []  # of these, none while forms are behind them
-        self._body = _Body(
-            *(self.layers, self.hidden, heads, kv_heads, width, inner),
+        self._body = Body(
+            *(self.layers, self.hidden, heads, kv_heads, width, ctypes.addressof(self.inner)),
             *map(pointer, self.tensors),
             *(first.exit[1].epsilon, first.scale, ctypes.addressof(self.pointers)),
             *(front is not None, begin.normed, begin.fed_normed, begin.beside),
@@ -113,7 +115,7 @@ class NativeBody:
         return cls(body, made, front) if known and made.most() else None
 
     @property
-    def body(self) -> _Body:
+    def body(self) -> Body:
         """What C++ is given; weights that have been changed are followed."""
         versions = [weight._version for weight in self.counted]
         if versions != self.versions:
@@ -317,30 +319,6 @@ class ChainStart(NamedTuple):
     temperature: float
     context: int
     pending_B: Tensor | None = None
-
-
-def attends(query_BNAE: Tensor, pool: KVPool) -> bool:
-    """Whether `committed` is for such queries: where passes of as many tokens are in C++."""
-    fits = query_BNAE.dtype == pool.kv_2LBSHE.dtype == torch.bfloat16
-    fits = fits and query_BNAE.device.type == "cpu" and query_BNAE.shape[-1] in WIDTHS
-    if not fits or torch.get_num_threads() > 1 or (made := library()) is None:
-        return False
-    return query_BNAE.shape[:2].numel() <= int(made.most())
-
-
-def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, width: int) -> Tensor:
-    """What queries see in a layer's first `lens` slots of their rows, of which at most `width`:
-    [B, N, A, E].
-    """
-    query_BNAE, lens_B = query_BNAE.contiguous(), lens_B.contiguous()
-    rows, many, heads, E = query_BNAE.shape
-    body = _Body(heads=heads, kv_heads=pool.kv_2LBSHE.shape[4], width=E, scale=E**-0.5)
-    call = PassCall(rows, many, width, lens=pointer(lens_B), **laid(pool))
-    call.block = call.lens  # of no slots
-    out_BNAE = torch.empty_like(query_BNAE)
-    at = _N(layer), *map(place, (query_BNAE, out_BNAE))
-    library().attend(ctypes.byref(body), ctypes.byref(call), *at)
-    return out_BNAE
 
 
 def numbers_of(taps: Sequence[Tap]) -> Any:

@@ -83,7 +83,8 @@ class BlockConfig:
     one; levels: depths that are drafted, n; light: one of `LIGHTS`, of this rank; labels, mask (of
     a block's rows among themselves), noise: see above; convs: DFlash-2's short convolutions;
     last: whether the last context state is added to every row; mask_token: the token whose
-    embedding MASK is, -1: MASK is the head's own.
+    embedding MASK is, -1: MASK is the head's own; narrow: width of a light layer's MLP, 0: as the
+    trunk's.
     """
 
     layer: PretrainedConfig
@@ -97,6 +98,7 @@ class BlockConfig:
     noise: bool = False
     last: bool = False
     mask_token: int = -1
+    narrow: int = 0
 
     def __post_init__(self) -> None:
         for name, got, known in (
@@ -107,6 +109,11 @@ class BlockConfig:
         ):
             if got not in known:
                 raise ValueError(f"block: got {name}={got!r}, expected one of {', '.join(known)}")
+        if self.narrow < 0 or (self.narrow and self.light != "layer"):
+            raise ValueError(
+                f"block: got narrow={self.narrow} with light={self.light}, expected 0, or the "
+                "width of the MLP of light=layer"
+            )
         if min(self.levels, self.rank, len(self.taps)) < 1:
             raise ValueError(
                 f"block: got {self.levels} levels, rank {self.rank}, {len(self.taps)} taps, "
@@ -186,7 +193,9 @@ class Block(LayerHead):
         self.norm = LlamaRMSNorm(self.hidden, **norm)
         if config.mask_token < 0:
             self.mask = nn.Parameter(torch.randn(self.hidden) * layer.initializer_range)
-        self.light = LIGHTS[config.light](layer, config.rank)
+        lit = copy.copy(layer)
+        lit.intermediate_size = config.narrow or layer.intermediate_size
+        self.light = LIGHTS[config.light](lit, config.rank)
         if config.last:
             self.last = nn.Linear(self.hidden, self.hidden, bias=False)
         if config.noise:
@@ -367,7 +376,8 @@ class Block(LayerHead):
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "Block":
-        usual = {"last": False, "mask_token": -1}  # which no other layout has
+        # Which no other layout has.
+        usual = {"last": False, "mask_token": -1, "narrow": 0}
         taps, own = tuple(entry(config, "taps", list)), get_type_hints(BlockConfig)
         plain = {name: kind for name, kind in own.items() if kind in (int, str, bool)}
         said = {name: entry(config, name, kind, usual.get(name)) for name, kind in plain.items()}

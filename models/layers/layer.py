@@ -28,6 +28,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Keep = Callable[[int, Tensor, Tensor], object]  # (layer, keys, values [B, T, K, E]): takes them in
 ATTENTIONS = {"llama": LlamaAttention, "qwen3": Qwen3Attention}
 MLPS = {"llama": LlamaMLP, "qwen3": Qwen3MLP}
+SWIGLU = ("gate_proj", "up_proj", "down_proj")
 LAYER_CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 LLAMA_ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # the whole head, by one rope_parameters
 LAYER_FIELDS = (
@@ -91,6 +92,23 @@ def begin_as_last(own: Any, theirs: Any) -> None:
     """Of layers, the last as the last one of a target's, and so on."""
     for layer, their in zip(reversed(own), reversed(theirs), strict=False):
         begin_as(layer, their)
+        begin_narrower(layer.mlp, getattr(their, "mlp", None))
+
+
+@torch.no_grad()
+def begin_narrower(own: Any, theirs: Any) -> None:
+    """Copy of a wider SwiGLU the neurons whose three weights' norms have the largest product."""
+    maps: list[Any] = [getattr(theirs, name, None) for name in SWIGLU]
+    if not all(isinstance(part, nn.Linear) for part in maps):
+        return
+    (gate, up, down), (width, hidden) = maps, own.gate_proj.weight.shape
+    if width >= len(gate.weight) or hidden != gate.in_features:
+        return
+    size_I = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
+    kept_J = size_I.topk(width).indices.sort().values
+    own.gate_proj.weight.copy_(gate.weight[kept_J])
+    own.up_proj.weight.copy_(up.weight[kept_J])
+    own.down_proj.weight.copy_(down.weight[:, kept_J])
 
 
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3

@@ -28,7 +28,9 @@ KINDS = (
     "domino",
     "clover2",
     "dflash2",
+    "narrow",
 )
+NARROW = {"light": "layer", "narrow": 16}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,8 @@ def widened(small: str, out: Path, *drafters: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_twin_accepts_what_its_small_pair_accepts(tmp_path: Path, small: str, kind: str) -> None:
     target, tokenizer = load_target(TargetSpec(small, dtype="float32"), "cpu")
-    folder = ours(tmp_path / kind / "drafter", made(kind, target), target, tokenizer)
+    head = made("block", target, **NARROW) if kind == "narrow" else made(kind, target)
+    folder = ours(tmp_path / kind / "drafter", head, target, tokenizer)
     widened(small, tmp_path / "twin", folder)
     large, _ = load_target(TargetSpec(str(tmp_path / "twin/target"), dtype="float32"), "cpu")
     assert large.config.hidden_size == 128 and large.config.num_hidden_layers == 6

@@ -31,6 +31,7 @@ OURS: dict[str, dict[str, Any]] = {
     "noise-path": {"light": "path", "noise": True, "last": True},
     "layer-qwen": {"light": "layer", "mask": "full", "kind": Qwen3Config, "convs": True},
     "noise-layer": {"light": "layer", "noise": True, "last": True},
+    "narrow": {"light": "layer", "narrow": 16},
 }
 # The published ones, and what they are not.
 FORMS: dict[str, dict[str, Any]] = KINDS | OURS

@@ -30,6 +30,7 @@ class BlockSource:
     layers: int = 2
     layer: str = ""  # llama | qwen3, the one that other stacks read; empty: as the target's
     rank: int = 256  # of the light head
+    narrow: int = 0  # width of the MLP of light=layer; 0: as the trunk's
     taps: list[int] = field(default_factory=list)  # empty: `block_taps`
     init: str = "target"  # target: as its last layers, reading its deepest tap | random
 

@@ -63,6 +63,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "domino": ("domino", {"rank": 64}),
     "treeflash": ("treeflash", {}),
     "path": ("block", {"light": "path", "rank": 32}),
+    "narrow": ("block", {"light": "layer", "narrow": 32}),
 }
 # That draft every other token alone.
 TRIMMED = {f"some of {kind}": HEADS[kind] for kind in ("medusa", "clover2", "falcon-2", "dspark")}

@@ -261,6 +261,21 @@ def test_the_trunk_begins_as_the_targets_last_layers() -> None:
     assert torch.allclose(head.mask, target.model.embed_tokens.weight.mean(0), atol=1e-6)
 
 
+def test_a_narrow_layer_begins_as_the_largest_neurons() -> None:
+    theirs = build_llama(VOCAB, layers=2, hidden=32, seed=0).requires_grad_(False)
+    mlp, wide = theirs.model.layers[-1].mlp, theirs.config.intermediate_size
+    large = torch.arange(wide) % 3 == 1
+    for part in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
+        part.mul_(torch.where(large, 2.0, 0.5)[:, None])
+    head = made("narrow", narrow=int(large.sum()), sizes={"intermediate_size": wide})
+    head.init_from(theirs)
+    own = head.light.layers[0].mlp
+    assert torch.equal(own.up_proj.weight, mlp.up_proj.weight[large])
+    assert torch.equal(own.down_proj.weight, mlp.down_proj.weight[:, large])
+    trunk, before = (of.layers[0].mlp.gate_proj.weight for of in (head, theirs.model))
+    assert torch.equal(trunk, before)
+
+
 LAYER = LlamaConfig(**SIZES, num_hidden_layers=1)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"light": "lamp"}, "got light='lamp', expected one of none, markov"),
@@ -272,6 +287,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"noise": True, "mask": "full"}, "got noise with labels=shifted, mask=full, expected shifted"),
     ({"noise": True, "labels": "same"}, "got noise with labels=same"),
     ({"convs": True, "layer": LlamaConfig(**SIZES | {"hidden_size": 40})}, "of 16, got 40"),
+    ({"narrow": 8}, "got narrow=8 with light=markov, expected 0, or the width of"),
+    ({"light": "layer", "narrow": -1}, "got narrow=-1 with light=layer"),
 ]
 
 
