@@ -1,16 +1,19 @@
-"""Fewer tokens to draft, without training (VocabTrim, arXiv 2506.22694).
+"""Less of an LM head to draft by, without training: fewer tokens (VocabTrim, arXiv 2506.22694), or
+a preview of all (SVD-softmax, Shim et al., NIPS 2017).
 
     draftsmith trim drafter=DRAFTER target=TARGET data=ANSWERS prompts=PROMPTS \\
-        sizes=512,1024,2048 temperature=1 out=FOLDER [size=1024]
+        sizes=512,1024,2048 ranks=32,64 temperature=1 out=FOLDER [size=1024 | rank=64]
 
 A drafter needs LM-head rows for the tokens that its target writes. They are counted in `data`, the
 target's own answers; the most frequent ones stay, and those that end an answer. A token left out
 can't be accepted: alpha and tau fall a little, each draft call reads fewer bytes, answers stay the
-target's.
+target's. A preview leaves out none: of a state it foretells all logits by `ranks` numbers, and the
+rows of the best alone are read (see `product.Preview`).
 
-Without `size` the one with the largest MBSU on the tune part of `prompts` is written; the table is
-of the report part. No counted prompt may be in it. An EAGLE-3 head loses the rows; other drafters
-keep their LM heads whole on disk, or draft by the target's.
+Without `size` or `rank` the one with the largest MBSU on the tune part of `prompts` is written; the
+table is of the report part. No counted prompt may be in it. An EAGLE-3 head loses the rows; other
+drafters keep their LM heads whole on disk, or draft by the target's. A preview is made when a
+drafter is loaded.
 
 Shapes: V rows of the target's LM head, D of them kept.
 """
@@ -27,13 +30,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, numbers, parse
 from draftsmith.decode.drafters.lm import LMDrafter, weights_read
-from draftsmith.decode.drafters.load import drafter_in, drafter_of, has_folder, load_decoded
+from draftsmith.decode.drafters.load import (
+    drafter_in,
+    drafter_of,
+    foretell,
+    has_folder,
+    load_decoded,
+)
+from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import eos_ids
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.asking import Asking
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced
+from draftsmith.decode.forward.product import Preview
 from draftsmith.decode.policies.timing import isolated_times
 from draftsmith.decode.prompts.chat import set_template
 from draftsmith.decode.prompts.prompts import load_prompts, spread
@@ -71,6 +82,8 @@ class Trim(Asking):
     out: str
     sizes: str = "512,1024,2048"  # tokens to keep, to compare
     size: int | None = None  # the one to write; none: the best of them
+    ranks: str = ""  # of previews, to compare with them
+    rank: int | None = None  # the one to write
     # For alpha and tau; empty: the held-out side of `data`.
     prompts: str = field(default="", kw_only=True)
     limit: int | None = field(default=16, kw_only=True)  # of the tune split, and of the report one
@@ -78,12 +91,28 @@ class Trim(Asking):
 
     def __post_init__(self) -> None:
         check_least(self, K=1, limit=1, prompt_tokens=1, batch_size=1)
+        if not (self.compared or self.ranked):
+            raise ValueError("got no sizes and no ranks, expected some, as sizes=1024 ranks=64")
+        if self.size is not None and self.rank is not None:
+            raise ValueError(
+                f"got size={self.size} and rank={self.rank}, expected one of them; trim what was "
+                "trimmed once more for both"
+            )
 
     @property
     def compared(self) -> list[int]:
         """The sizes to measure, ascending."""
-        sizes = numbers("sizes", self.sizes, int, least=1)
-        return sorted({*sizes} | ({self.size} if self.size is not None else set()))
+        return _and_one("sizes", self.sizes, self.size)
+
+    @property
+    def ranked(self) -> list[int]:
+        """The ranks, likewise."""
+        return _and_one("ranks", self.ranks, self.rank)
+
+
+def _and_one(name: str, text: str, one: int | None) -> list[int]:
+    found = numbers(name, text, int, least=1) if text else []
+    return sorted({*found} | ({one} if one is not None else set()))
 
 
 def main(argv: list[str]) -> None:
@@ -100,7 +129,7 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     or prompts that were counted.
     """
     # ---- the pair ----------------------------------------------------------------------------
-    sizes = settings.compared
+    sizes, ranks = settings.compared, settings.ranked
     refuse_others(settings)
     spec = TargetSpec(settings.target, dtype=settings.dtype)
     target, tokenizer = load_decoded(spec, settings.device)
@@ -131,30 +160,46 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     # ---- choose on one part of the prompts, report on the other ------------------------------
     arms: dict[Hashable, Trimmable] = {AS_IT_IS: whole}
     tokens = vocab_size(tokenizer)
-    arms |= {size: trimmed(whole, vocab, target, tokens) for size, vocab in vocabs.items()}
+    before = opened.meta["defaults"]["preview"]
+    pairs: dict[Hashable, Any] = {size: (vocab, before) for size, vocab in vocabs.items()}
+    pairs |= {named(rank): (has, rank) for rank in ranks}
+    for name, (vocab, rank) in pairs.items():
+        arms[name] = trimmed(whole, vocab, target, tokens)
+        if rank is not None:
+            foretell(arms[name], rank)
     usual = min(int(opened.meta["defaults"]["K"]), whole.levels)
     settings = replace(settings, K=settings.K or usual)
-    plain, size = Decoder(target, tokenizer, batch_size=settings.batch_size), settings.size
-    if size is None:
+    plain = Decoder(target, tokenizer, batch_size=settings.batch_size)
+    best = settings.size if settings.rank is None else named(settings.rank)
+    if best is None:
         rows = measured(settings, plain, arms, counts_V, examples, "tune")
-        size = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
+        best = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
     rows = measured(settings, plain, arms, counts_V, examples, "report")
-    rows = [row | {"chosen": row["name"] == size} for row in rows]
+    rows = [row | {"chosen": row["name"] == best} for row in rows]
 
     # ---- save, the weights as they were saved ------------------------------------------------
     made = {"argv": argv, "commit": git_commit(), "data_hash": examples.fingerprint()}
     made |= next(row for row in rows if row["chosen"])
+    vocab, rank = pairs[best] if best in vocabs else (opened.vocab, pairs[best][1])
+    model = opened.model() if is_lm else opened.head()
+    if not is_lm and vocab is not None:
+        model = trimmed_head(model, vocab)
     save_drafter(
         settings.out,
         kind=opened.kind,
-        model=opened.model() if is_lm else trimmed_head(opened.head(), vocabs[size]),
+        model=model,
         tokenizer=tokenizer,
         target_fingerprint=opened.meta["target"] or mark,
         provenance=(opened.meta["provenance"] or {}) | {"trim": made},
-        defaults=opened.meta["defaults"],
-        vocab=vocabs[size] if is_lm else None,
+        defaults=opened.meta["defaults"] | {"preview": rank},
+        vocab=vocab if is_lm else None,
     )
     return rows, serve_line(settings.out, settings.target)
+
+
+def named(rank: int) -> str:
+    """The name of the arm with a preview."""
+    return f"rank {rank}"
 
 
 def trimmed(
@@ -165,6 +210,11 @@ def trimmed(
         return LMDrafter(drafter.runner.model, tokens, vocab)
     made: HeadDrafter = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
     return made
+
+
+def preview_of(drafter: Drafter) -> Preview | None:
+    """What foretells its LM head's logits, if anything does."""
+    return None if drafter.per_node is None else drafter.per_node.preview
 
 
 def loses_rows(head: Any) -> bool:
@@ -227,6 +277,7 @@ def measured(
             {
                 "name": name,
                 "tokens": len(vocab.ids_D),
+                "rank": len(seen.down.weight) if (seen := preview_of(drafter)) else None,
                 "counted": vocab.coverage(counts_V.to(vocab.ids_D.device)),
                 "written": vocab.coverage(written_V.to(vocab.ids_D.device)),
                 "alpha": sum(one.alpha for one in forced) / sum(one.positions for one in forced),
@@ -246,7 +297,7 @@ def cells(row: Row) -> list[str]:
     """A row in words, in the order of HEAD."""
     (low, high), as_it_is = row["tau_change_interval"], row["name"] == AS_IT_IS
     return [
-        f"{row['tokens']:,}",
+        f"{row['tokens']:,}" + (f" by {row['rank']}" if row["rank"] else ""),
         f"{row['counted']:.2%}",
         f"{row['written']:.2%}",
         f"{row['alpha']:.4f}",

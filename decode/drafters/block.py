@@ -26,7 +26,7 @@ from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import Product
+from draftsmith.decode.forward.product import Product, VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
@@ -199,10 +199,13 @@ class BlockDrafter(HeadDrafter):
         return F.pad(logits_BMV, (0, 0, 1, 0))
 
     @property
+    def per_node(self) -> VocabHead | None:
+        return self.lm_head if self.head.light.deep else None
+
+    @property
     def parameter_bytes(self) -> int:
         """The trunk's share and a light head's own; of a table of embeddings one row is read."""
-        light, lm_head = self.head.light, self.head.target_head_VH.nbytes
-        lm_head -= self.left_out(self.lm_head)
+        light, lm_head = self.head.light, self.lm_head.bytes_read
         own = sum(p.nbytes for p in light.parameters())
         whole = sum(p.nbytes for p in self.head.parameters()) - own
         own -= sum(part.weight.nbytes for part in light.children() if isinstance(part, Embedding))

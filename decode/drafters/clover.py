@@ -14,7 +14,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, clover_rounds
 from draftsmith.decode.forward.compressed import STEP
 from draftsmith.decode.forward.lean_heads import lean_prefix
-from draftsmith.decode.forward.product import Product
+from draftsmith.decode.forward.product import Product, VocabHead
 from draftsmith.models.heads.clover import Clover
 
 
@@ -72,5 +72,9 @@ class CloverDrafter(HeadDrafter):
         return Fed(self.lm_head.logits(state_BFH), state_BFH)
 
     @property
+    def per_node(self) -> VocabHead | None:
+        return self.lm_head
+
+    @property
     def parameter_bytes(self) -> int:
-        return super().parameter_bytes + self.lm_head.weight.nbytes
+        return super().parameter_bytes + self.lm_head.bytes_read

@@ -19,6 +19,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, head_rounds
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import Eagle
@@ -87,8 +88,12 @@ class EagleDrafter(HeadDrafter):
         return Fed(self.lm_head.logits(state_BTH), state_BTH)
 
     @property
+    def per_node(self) -> VocabHead | None:
+        return self.lm_head
+
+    @property
     def parameter_bytes(self) -> int:
         """EAGLE-3 needs its fc for the target's states alone."""
-        read = [*self.head.layers.parameters(), self.lm_head.weight]
+        read = [*self.head.layers.parameters()]
         read += self.head.fc.parameters() if self.head.config.version == 1 else []
-        return sum(tensor.nbytes for tensor in read)
+        return sum(tensor.nbytes for tensor in read) + self.lm_head.bytes_read

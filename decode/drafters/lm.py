@@ -35,6 +35,7 @@ from draftsmith.decode.drafting.retrieval import LEAST, retrieved
 from draftsmith.decode.drafting.side_by_side import side_by_side
 from draftsmith.decode.forward.kv import context_of, round_up
 from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.runner import Runner, Seen, in_parts
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree, chain
@@ -132,7 +133,7 @@ class LMDrafter(Drafter):
     def propose(self, request: Round) -> TokenTree:
         native, head = at_once(request, self.native, self.runner.head), self.runner.head
         if native is None:
-            tree, self.slot_BN = grow(request, self.feed(request))
+            tree, self.slot_BN = grow(request, self.feed(request), head)
             return tree
         self.slot_BN, lens_B1 = None, self._own(request.lens_B)
         first_BH = self._read_tail(lens_B1, self._width(request))[:, -1]
@@ -196,10 +197,15 @@ class LMDrafter(Drafter):
         return self.runner.logits(hidden_BTH)
 
     @property
+    def per_node(self) -> VocabHead | None:
+        return self.runner.head
+
+    @property
     def parameter_bytes(self) -> int:
         """`weights_read`, of the LM head the rows of the tokens that it drafts."""
-        unread = self.vocab.size - len(self.vocab.ids_D)
-        return weights_read(self.runner.model) - unread * self.runner.head.weight[0].nbytes
+        head, unread = self.runner.head, self.vocab.size - len(self.vocab.ids_D)
+        saved = unread * head.weight[0].nbytes + head.weight.nbytes - head.bytes_read
+        return weights_read(self.runner.model) - saved
 
     def _fed(self, request: Round, frontier: Frontier, width: int) -> Fed:
         lens_B1 = self._own(request.lens_B)

@@ -185,13 +185,33 @@ def foreign_lm(
 def drafter_in(
     folder: DrafterFolder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Drafter:
-    """The drafter of a folder that was opened for this target."""
-    if folder.kind != "lm":
+    """The drafter of a folder that was opened for this target; ValueError for a preview that its
+    kind has no use for.
+    """
+    drafter: Drafter
+    if folder.kind == "lm":
+        drafter = LMDrafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
+    else:
         head = folder.head().requires_grad_(False).to(target.device, target.dtype)
         lay_side_by_side(head)
         head.drafts = folder.vocab
-        return drafter_of(head, target, vocab_size(tokenizer))
-    return LMDrafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
+        drafter = drafter_of(head, target, vocab_size(tokenizer))
+    if rank := folder.meta["defaults"]["preview"]:
+        foretell(drafter, rank)
+    return drafter
+
+
+def foretell(drafter: Drafter, rank: int) -> None:
+    """Let a preview of this rank foretell the logits that it drafts by; ValueError where its LM
+    head isn't read for each node, and for ranks as `VocabHead.foretell`.
+    """
+    if drafter.per_node is None:
+        raise ValueError(
+            f"preview: got {rank} for a drafter of kind {drafter.kind}, expected one that reads an "
+            "LM head for every node: a draft LM, EAGLE, MTP, Mixture of Attentions, Clover-2, or a "
+            "block drafter with a light head of layer, swiglu or path; leave it out"
+        )
+    drafter.per_node.foretell(rank)
 
 
 def draft_lm(folder: DrafterFolder, target: PreTrainedModel) -> PreTrainedModel:

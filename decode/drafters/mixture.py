@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.attention import Seen
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.mixture import Mixture
 
@@ -58,7 +59,11 @@ class MixtureDrafter(HeadDrafter):
         return Fed(self.lm_head.logits(state_BTH), state_BTH)
 
     @property
+    def per_node(self) -> VocabHead | None:
+        return self.lm_head
+
+    @property
     def parameter_bytes(self) -> int:
         """What the memory is made of is read once a round, beside the target's pass."""
-        read = [*self.head.layers.parameters(), self.lm_head.weight]
-        return sum(tensor.nbytes for tensor in read)
+        own = sum(tensor.nbytes for tensor in self.head.layers.parameters())
+        return own + self.lm_head.bytes_read

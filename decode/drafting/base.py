@@ -18,6 +18,7 @@ from draftsmith.decode.drafting.in_rounds import InRounds
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.kv import KVPool, kv_shape
 from draftsmith.decode.forward.native import NativeBody
+from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.sampling import BatchParams, SamplingParams
 from draftsmith.decode.token_tree import TokenTree, Topology
@@ -297,6 +298,13 @@ class Drafter(Protocol):
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
         """How it drafts chains of best tokens at one temperature in several rounds of so many nodes
         that are one call, its state kept up, if there is such a thing for its rows.
+        """
+        return None
+
+    @property
+    def per_node(self) -> VocabHead | None:
+        """The LM head that is read for every node, of the states that `feed` gives; None where it
+        isn't, so that a preview of it would be worth nothing.
         """
         return None
 

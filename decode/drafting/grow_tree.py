@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.decode.drafting.base import Call, Fed, Feed, Frontier, Round, picked
 from draftsmith.decode.forward.kv import KVPool
 from draftsmith.decode.forward.native import ChainStart, NativeBody
-from draftsmith.decode.forward.product import VocabHead
+from draftsmith.decode.forward.product import BEST, VocabHead
 from draftsmith.decode.sampling import likeliest, log_race, position_keys, unfiltered
 from draftsmith.decode.token_tree import (
     COUPLED,
@@ -41,13 +41,30 @@ from draftsmith.decode.tree_shapes import (
 )
 
 
-def grow(request: Round, feed: Feed) -> tuple[TokenTree, Tensor | None]:
+def grow(
+    request: Round, feed: Feed, head: VocabHead | None = None
+) -> tuple[TokenTree, Tensor | None]:
     """The tree that `request` asks for; and, where it isn't the node's own number, the slot [B, N]
-    beyond the committed ones in which each node was fed (of a node that wasn't: any).
+    beyond the committed ones in which each node was fed (of a node that wasn't: any). head: what
+    multiplies the states that `feed` gives.
     """
+    if head is not None and head.preview is not None and request.race_BDV is not None:
+        feed = _corrected(request, feed, head)
     if isinstance(request.plan, DynamicTree):
         return grow_dynamic(request, request.plan, feed)
     return grow_static(request, request.plan, feed), None
+
+
+def _corrected(request: Round, feed: Feed, head: VocabHead) -> Feed:
+    """With the exact logits of those tokens too that win by the round's noise."""
+
+    def fed(frontier: Frontier) -> Fed:
+        logits_BFV, states_BFH = feed(frontier)
+        scores_BFV = _scores(request, request.params.transform(logits_BFV), frontier.depth)
+        best_BFM = scores_BFV.topk(min(BEST, logits_BFV.shape[-1])).indices
+        return Fed(head.corrected(logits_BFV, states_BFH, best_BFM), states_BFH)
+
+    return fed
 
 
 def at_once(request: Round, native: NativeBody | None, head: VocabHead) -> NativeBody | None:

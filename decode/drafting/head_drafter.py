@@ -108,7 +108,7 @@ class HeadDrafter(Drafter):
             return tree
         feed = self.feed(request)
         assert feed is not None, "a head is asked by draft calls"
-        return grow(request, feed)[0]
+        return grow(request, feed, self.per_node)[0]
 
     def at_once(self, request: Round) -> TokenTree | None:
         """The chain asked for, where one call drafts all of it."""

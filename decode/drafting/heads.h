@@ -52,7 +52,8 @@ extern "C" void draft_heads(const Heads *h, Round *r) {
             }
             added(x.data(), inner.data(), B * H);
         }
-        tell(c, level.head, level.bias, x, k, K, made);
+        c.head = level.head, c.bias = level.bias;
+        tell(c, x, k, K, made);
     }
     r->draft(made.data(), K, K);
 }
@@ -119,7 +120,7 @@ extern "C" void draft_clover(const Clover *h, Round *r) {
         std::vector<bf16> given = k ? beside(B, {{state.data(), H}, {token.data(), H}}) : state;
         maps(k ? h->later : h->first, 1, given.data(), read.data(), B, k ? 2 * H : H, H, body.threads);
         for (int64_t b = 0; b < B; b++) normed(&read[b * H], h->norm, &read[b * H], H, body.epsilon);
-        tell(c, c.head, c.bias, read, k, K, made);
+        tell(c, read, k, K, made);
     }
     r->draft(made.data(), K, K);
 }

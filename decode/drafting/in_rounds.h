@@ -151,12 +151,12 @@ extern "C" void told_head(const Head *h, Round *r) {
     keep_last(*r, &states[b.layers * out.size()], h->state, b.hidden);
 }
 
-// Each row's token at level k of `levels`, by an LM head of what it reads [B, H].
-static void tell(const Chain &c, const bf16 *head, const bf16 *bias, const std::vector<bf16> &read, int64_t k,
-                 int64_t levels, std::vector<int64_t> &made) {
+// Each row's token at level k of `levels`, by what the LM head reads [B, H].
+static void tell(const Chain &c, const std::vector<bf16> &read, int64_t k, int64_t levels,
+                 std::vector<int64_t> &made) {
     int64_t B = made.size() / levels, H = read.size() / B;
     std::vector<bf16> logits(B * c.size);
-    product(head, bias, read.data(), logits.data(), B, H, c.size, c.size);
+    read_out(c, read.data(), logits.data(), B, H, k);
     float best;
     for (int64_t b = 0; b < B; b++) made[b * levels + k] = chosen(c, &logits[b * c.size], b, k, best);
 }
@@ -218,7 +218,7 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
             memcpy(&state[i * H], &(deep ? rows : read)[(i * K + k) * H], H * sizeof(bf16));
         if (l) low = lit(*l, b, h->embedding, last.data(), state, carried);
         for (int64_t i = 0; deep && i < B; i++) normed(&low[i * H], b.norm, &low[i * H], H, b.epsilon);
-        if (deep) tell(c, c.head, c.bias, low, k, K, made);
+        if (deep) tell(c, low, k, K, made);
         if (l && !deep) product(l->after, nullptr, low.data(), adds.data(), B, l->rank, c.size, c.size);
         float best;
         for (int64_t i = 0; !deep && i < B; i++) {

@@ -282,6 +282,7 @@ def _parts(
     how = ChainCall(0, len(head.weight), drawn.context, pool.slots)
     how.temperature = drawn.temperature
     how.head, how.bias, how.ids = map(pointer, (*sides(head), head.ids_D))
+    how.preview = head.previewed
     held = [native.body, _pass(native, pool), how]
     follow([head.weight])
     return held, [*map(ctypes.addressof, held)]

@@ -56,6 +56,12 @@ struct Pass {
     int64_t taps;
     bf16 *side;
 };
+// What foretells an LM head's logits: a map of what it reads to `rank` numbers, and one of these. The rows of
+// the `least` best of them, and of few more, are read.
+struct Preview {
+    const bf16 *down, *up;
+    int64_t rank, least;
+};
 // How the next tokens of rows are drafted, one after another: the LM head's `size` rows of tokens
 // `ids` (null: of the first), the temperature (0: greedy), and the noise of row b and level k at
 // race + b * race_row + k * race_step (null: none). context: positions that there are. sure: [rows,
@@ -72,6 +78,7 @@ struct Chain {
     float *sure;
     const int64_t *from;
     int64_t beside;  // from one call's states side by side to the next one's
+    const Preview *preview;  // null: all rows are read
 };
 
 // Linear maps of one input x [tokens, in], their outputs side by side in y [tokens, all].
@@ -278,6 +285,35 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
     return c.ids ? c.ids[best] : best;
 }
 
+// The LM head's logits [B, size] at level k of what it reads [B, H]: where there is a preview those that may
+// be chosen, others as foretold.
+static void read_out(const Chain &c, const bf16 *read, bf16 *logits, int64_t B, int64_t H, int64_t k) {
+    if (!c.preview) return product(c.head, c.bias, read, logits, B, H, c.size, c.size);
+    const Preview &by = *c.preview;
+    const int64_t group = 32, groups = c.size / group;
+    std::vector<bf16> low(B * by.rank);
+    std::vector<float> scores(c.size), best(groups);
+    product(by.down, nullptr, read, low.data(), B, H, by.rank, by.rank);
+    product(by.up, c.bias, low.data(), logits, B, by.rank, c.size, c.size);
+    for (int64_t b = 0; b < B; b++, logits += c.size, read += H) {
+        float most, least = -INFINITY;
+        chosen(c, logits, b, k, most, scores.data());
+        for (int64_t g = 0; g < groups; g++)
+            best[g] = *std::max_element(&scores[g * group], &scores[g * group] + group);
+        if (groups > by.least) {
+            std::nth_element(best.begin(), best.begin() + by.least - 1, best.end(), std::greater<float>());
+            least = best[by.least - 1];
+        }
+        for (int64_t d = 0; d < c.size; d++) {
+            if (scores[d] < least) continue;
+            const bf16 *w = c.head + d * H;
+            F16 total = (F16){};
+            for (int64_t h = 0; h < H; h += 16) total += wide16(read + h) * wide16(w + h);
+            logits[d] = narrow(sum16(total) + (c.bias ? wide(c.bias[d]) : 0.0f));
+        }
+    }
+}
+
 // Each row's next tokens [rows, steps], from what the LM head reads of the last one, `first` [rows,
 // H], and the state beside it, `carried` (of a head); or from the pending ones and the states beside
 // all that are fed, [rows, given, H]. at: the position of the first that is fed, which is its slot of
@@ -313,7 +349,7 @@ extern "C" void chain(const Body *model, const Pass *pass, const Chain *how, con
     };
     for (int64_t k = 0; k < c.steps; k++) {
         if (c.pending) feed(k);
-        product(c.head, c.bias, out.data(), logits.data(), B, H, c.size, c.size);
+        read_out(c, out.data(), logits.data(), B, H, k);
         for (int64_t row = 0; row < B; row++) {
             float most, *all = c.sure ? scores.data() : nullptr;
             fed[row] = chosen(c, &logits[row * c.size], row, k, most, all);

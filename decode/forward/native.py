@@ -60,6 +60,7 @@ class ChainCall(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("steps", "size", "context", "slots", "race_row", "race_step")]
     _fields_ += [("given", _N), *((n, _P) for n in ("head", "bias", "ids", "pending", "race"))]
     _fields_ += [("temperature", ctypes.c_double), ("sure", _P), ("from", _P), ("beside", _N)]
+    _fields_ += [("preview", _P)]
 
 
 class Front(NamedTuple):
@@ -289,6 +290,7 @@ class NativeBody:
             *map(pointer, (*sides(head), head.ids_D, pending_B, race_BKV)),
             *(temperature, pointer(sure_BK)),
         )
+        how.preview = head.previewed
         at = PassCall(rows, 1, pool.slots, last=self.layers, **laid(pool))
         beside = map(place, (*states, at_B, tokens_BK))
         self.made.chain(*map(ctypes.byref, (self.body, at, how)), *beside)

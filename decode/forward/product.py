@@ -30,6 +30,7 @@ ONEDNN = native_bf16("cpu")
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # The linear maps of a layer that read the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BEST = 64  # rows of an LM head, at least, that are read beside its preview
 # Packed matrices in use, by what they hold.
 _packed: "WeakValueDictionary[tuple[torch.Size, bytes], Tensor]" = WeakValueDictionary()
 # Products of maps that aren't copied with them, since they hold addresses.
@@ -160,6 +161,24 @@ def quick(module: nn.Module) -> None:
             part.__class__ = QuickLinear
 
 
+class _Preview(ctypes.Structure):
+    _fields_ = [("down", _P), ("up", _P), ("rank", _N), ("least", _N)]
+
+
+class Preview:
+    """What foretells an LM head's logits for a share of its bytes: its nearest map of a rank, W ~
+    up [V, R] down [R, H] (SVD-softmax, Shim et al., NIPS 2017). It doesn't follow changes of W.
+    """
+
+    def __init__(self, weight_VH: Tensor, rank: int) -> None:
+        wide_VH = weight_VH.detach().float()
+        down_HR = torch.linalg.eigh(wide_VH.T @ wide_VH).eigenvectors[:, -rank:]
+        maps = down_HR.T, wide_VH @ down_HR
+        self.down, self.up = (Product([x.to(weight_VH.dtype).contiguous()]) for x in maps)
+        at = (x.weight.data_ptr() for x in (self.down, self.up))
+        self.native = _Preview(*at, rank, BEST)
+
+
 class VocabHead(Product):
     """An LM head whose logits are in the order of the tokenizer's `size` tokens. rows_DH, bias_D:
     of the tokens ids_D in ascending order (None: of the first D); beyond `size` lies padding.
@@ -176,13 +195,40 @@ class VocabHead(Product):
         biases = [] if bias_D is None else [bias_D.detach()[:kept]]
         super().__init__([rows_DH[:kept]], biases)
         self.ids_D = None if ids_D is None else ids_D[:kept].to(rows_DH.device)
+        self.preview: Preview | None = None
+
+    def foretell(self, rank: int) -> None:
+        """From now on by a preview of this rank: the logits of the BEST tokens by that are exact,
+        and others foretold. ValueError for a rank that C++ doesn't know, or without use.
+        """
+        hidden = self.weight.shape[1]
+        if not 0 < rank < hidden or rank % STEP:
+            raise ValueError(
+                f"preview: got a rank of {rank}, expected a multiple of {STEP} below the hidden "
+                f"size, {hidden}"
+            )
+        self.preview = Preview(self.weight, rank)
+
+    @property
+    def previewed(self) -> int | None:
+        """Where C++ finds the preview."""
+        return None if self.preview is None else ctypes.addressof(self.preview.native)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of its weights, for one state."""
+        if (seen := self.preview) is None:
+            return self.weight.nbytes
+        return seen.down.weight.nbytes + seen.up.weight.nbytes + BEST * self.weight[0].nbytes
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 of states [..., H]; -inf for tokens that have no row."""
         # Flat: for rows that aren't contiguous torch would copy the head once for each of them.
         flat = hidden.flatten(0, -2)
         wide = hidden.device.type in ("cuda", "meta")  # meta: CUDA's path without a device
-        if wide and FP32_PRODUCT and self.weight.dtype in HALF:
+        if self.preview is not None:
+            logits = self._foretold(flat, self.preview)
+        elif wide and FP32_PRODUCT and self.weight.dtype in HALF:
             # Half-precision logits tie: the product's own fp32 sums are kept.
             logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
             for bias in self.tensors[1]:
@@ -194,6 +240,34 @@ class VocabHead(Product):
             return logits_XD
         logits_XV = logits_XD.new_full((*logits_XD.shape[:-1], self.size), float("-inf"))
         return logits_XV.index_copy_(-1, self.ids_D, logits_XD)
+
+    def _foretold(self, states_TH: Tensor, preview: Preview) -> Tensor:
+        """Logits [T, D] fp32."""
+        logits_TD = preview.up(preview.down(states_TH)).float()
+        for bias_D in self.tensors[1]:
+            logits_TD = logits_TD + bias_D
+        best_TM = logits_TD.topk(min(BEST, logits_TD.shape[1])).indices
+        return logits_TD.scatter_(1, best_TM, self._read(states_TH, best_TM))
+
+    def _read(self, states_TH: Tensor, rows_TM: Tensor) -> Tensor:
+        """The logits [T, M] fp32 of these rows."""
+        parts = zip(states_TH.split(BEST), rows_TM.split(BEST), strict=True)
+        found = [
+            (self.weight[rows_CM].float() @ states_CH.float()[..., None])[..., 0]
+            for states_CH, rows_CM in parts
+        ]
+        return torch.cat(found) + sum(bias_D[rows_TM].float() for bias_D in self.tensors[1])
+
+    def corrected(self, logits_XV: Tensor, states_XH: Tensor, ids_XM: Tensor) -> Tensor:
+        """With the exact logits of these tokens, of those that are drafted."""
+        old_XM, rows_XM = logits_XV.gather(-1, ids_XM), ids_XM
+        if self.ids_D is not None:
+            rows_XM = torch.searchsorted(self.ids_D, ids_XM.contiguous()).clamp(
+                max=len(self.ids_D) - 1
+            )
+        exact_TM = self._read(states_XH.flatten(0, -2), rows_XM.flatten(0, -2))
+        new_XM = exact_TM.view_as(old_XM).masked_fill(old_XM.isneginf(), -torch.inf)
+        return logits_XV.scatter(-1, ids_XM, new_XM)
 
 
 def packs(weight: Tensor) -> bool:

@@ -46,6 +46,7 @@ SCHEMA = 1
 META = "draftsmith.json"
 # How to decode; served_K: of servers, which draft chains alone, None where that is K.
 DEFAULTS = {"K": 4, "policy": "auto", "rule": "coupled", "tree": None, "served_K": None}
+DEFAULTS |= {"preview": None}  # the rank of what foretells its LM head's logits
 
 
 def save_drafter(

@@ -294,6 +294,35 @@ def test_the_command_trims_an_eagle_head(
     assert torch.equal(got.fc.weight, head.fc.weight)
 
 
+@pytest.mark.parametrize("kind", ["lm", "eagle1", "eagle3"])
+def test_the_command_gives_a_preview(
+    pair: Any, at_hand: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    target, _, tokenizer = pair
+    if kind != "lm":
+        at_hand = at_hand | {
+            "drafter": str(ours(tmp_path / "head", made(kind, target), *pair[::2]))
+        }
+    settings = asking(at_hand, tmp_path / "out", sizes="70", ranks="16", rank=16)
+    rows, _ = run(settings, [])
+    tokens = rows[0]["tokens"]
+    assert [(row["tokens"], row["rank"]) for row in rows] == [
+        (tokens, None),
+        (70, None),
+        (tokens, 16),
+    ]
+    opened = open_drafter(tmp_path / "out", fingerprint(target, tokenizer))
+    assert opened.meta["defaults"]["preview"] == 16 and opened.vocab is None
+    drafter = load_drafter(str(tmp_path / "out"), target, tokenizer)
+    assert drafter is not None and drafter.per_node is not None
+    assert drafter.per_node.preview is not None and drafter.parameter_bytes == rows[2]["bytes"]
+    # What was trimmed once is trimmed again: fewer tokens, by the preview that it has.
+    again = asking(at_hand, tmp_path / "more", drafter=str(tmp_path / "out"), sizes="80", size=80)
+    rows, _ = run(again, [])
+    assert [(row["tokens"], row["rank"]) for row in rows] == [(tokens, 16), (80, 16)]
+    assert open_drafter(tmp_path / "more", None).meta["defaults"]["preview"] == 16
+
+
 @pytest.mark.parametrize("kind", ["medusa", "dspark", "eagle1"])
 def test_other_heads_keep_their_rows_and_have_a_map_beside(
     pair: Any, at_hand: dict[str, str], tmp_path: Path, kind: str
