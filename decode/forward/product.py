@@ -30,6 +30,7 @@ ONEDNN = native_bf16("cpu")
 FP32_PRODUCT = "dtype" in torch.ops.aten.mm.overloads()
 # The linear maps of a layer that read the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PART = 8192  # rows of a matrix that are at once in fp32
 BEST = 64  # rows of an LM head, at least, that are read beside its preview
 # Packed matrices in use, by what they hold.
 _packed: "WeakValueDictionary[tuple[torch.Size, bytes], Tensor]" = WeakValueDictionary()
@@ -171,10 +172,13 @@ class Preview:
     """
 
     def __init__(self, weight_VH: Tensor, rank: int) -> None:
-        wide_VH = weight_VH.detach().float()
-        down_HR = torch.linalg.eigh(wide_VH.T @ wide_VH).eigenvectors[:, -rank:]
-        maps = down_HR.T, wide_VH @ down_HR
-        self.down, self.up = (Product([x.to(weight_VH.dtype).contiguous()]) for x in maps)
+        parts = weight_VH.detach().split(PART)
+        squares_HH = sum(part_CH.float().T @ part_CH.float() for part_CH in parts)
+        down_HR = torch.linalg.eigh(squares_HH).eigenvectors[:, -rank:]
+        up_VR = torch.cat([part_CH.float() @ down_HR for part_CH in parts])
+        self.down, self.up = (
+            Product([x.to(weight_VH.dtype).contiguous()]) for x in (down_HR.T, up_VR)
+        )
         at = (x.weight.data_ptr() for x in (self.down, self.up))
         self.native = _Preview(*at, rank, BEST)
 

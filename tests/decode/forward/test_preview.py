@@ -3,13 +3,14 @@ answer changes.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from head_folders import made, ours
 from saved_drafts import save_draft
+from serial_heads import serial
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -115,7 +116,7 @@ def test_the_same_is_drafted(block: BlockDrafter, temperature: float, in_torch: 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["lm", "eagle1", "eagle3", "mtp", "clover2", "layer"])
+@pytest.mark.parametrize("kind", ["lm", "eagle1", "eagle3", "mtp", "mixture", "clover2", "layer"])
 def test_no_answer_changes(
     tiny_target: PreTrainedModel,
     tiny_draft: PreTrainedModel,
@@ -128,8 +129,8 @@ def test_no_answer_changes(
     if kind == "lm":
         save_draft(folder, tiny_draft, *pair, provenance={}, defaults={"K": 3})
     else:
-        about: Any = ("block", {"light": "layer"}) if kind == "layer" else (kind, {})
-        ours(folder, made(about[0], tiny_target, **about[1]), *pair)
+        own = {"mixture": partial(serial, kind), "layer": partial(made, "block", light="layer")}
+        ours(folder, own.get(kind, partial(made, kind))(tiny_target), *pair)
     save_defaults(folder, preview=16)
     params = SamplingParams(temperature=temperature, max_new_tokens=16, ignore_eos=True)
     prompts = [[5 + i, 9, 30 + i] for i in range(4)]
