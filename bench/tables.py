@@ -75,6 +75,7 @@ STEPS = {
     "judge-draft": Step(f"{TRAIN}judge/draft", "2", "runs/judge/draft/drafter"),
     # Benches, which write rows and page.
     "cost": Step("bench/speed/cost.py out={out}", "~3"),
+    "preview": Step("bench/speed/preview.py out={out}", "~2"),
     "decode": Step("bench/speed/decode.py out={out}", "~10"),
     "losses": Step("bench/speed/losses.py losses=fkl out={out}", "2"),
     "ranks": Step("bench/speed/ranks.py steps=23 out={out}", "~9"),

@@ -4,9 +4,9 @@
 
 tau and K are the measured ones, so that what is judged is how long rounds take: as `compare` timed
 them before it trained, with random weights (`foretold`), or as `evaluate` timed its passes apart
-(`compare-twin`); else by the model of time, with the shapes of the recipes, on MACHINES' cpu and
-cpu-amx (of tables that are older than their constants: as it was). Of rows with an alpha, tau is
-also predicted from that. Rows that miss by more than 15% are listed, all of them.
+(`compare-twin`); else by the model of time, with the shapes of the recipes, on MACHINES' cpus (of
+tables that are older than their constants: as it was). Of rows with an alpha, tau is also predicted
+from that. Rows that miss by more than 15% are listed, all of them.
 """
 
 import json
@@ -124,7 +124,8 @@ def modelled(table: str, row: dict[str, Any]) -> tuple[float | None, float]:
     K = counts[0] if counts else int(row["what"].removeprefix("K = "))
     machine, how = THEN, kinds_of(target, VOCAB, draft.work, exits)[kind]
     if table in MEASURED:
-        machine = MACHINES["cpu-amx" if "amx" in row["machine"] else "cpu"]
+        intel = "cpu-amx" if "amx" in row["machine"] else "cpu-intel"
+        machine = MACHINES[intel if "Intel" in row["machine"] else "cpu"]
     way = (K, 0 if chain else nodes_of(row) - 1, row["tau"])
     return speedup((machine, target, how), way, row.get("batch") or 1, CONTEXT), K
 

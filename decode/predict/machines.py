@@ -60,7 +60,8 @@ class Machine(NamedTuple):
 # one thread of an AMD EPYC with AVX-512, bandwidth by a twin of 516M (docs/results/peers.json; of
 # bf16's bytes, three quarters of which are read), loop by profile; all others are those of a
 # search by which docs/results/quickstart.json and load.json come out nearest. cpu-amx: an Intel
-# Xeon with AMX, by a search over load.json's rows of the 15M target and of its twin.
+# Xeon with AMX, by a search over load.json's rows of the 15M target and of its twin; cpu-intel: one
+# without, over those of the 15M target.
 MACHINES = {
     "h100": Machine(79, 989, 3350),
     "h200": Machine(139, 989, 4800),
@@ -72,5 +73,8 @@ MACHINES = {
     "cpu": Machine(16, 0.5, 42, 1.4, 61, 0.95, True, 32, 196, round=76, loop=300, host=0.7),
     "cpu-amx": Machine(
         *(16, 0.42, 21.6, 0.3, 2, 0.95, False, 32, 30), round=391, loop=300, host=0.7, token=54
+    ),
+    "cpu-intel": Machine(
+        *(16, 0.39, 12.6, 0, 46, 0.93, True, 32, 82), round=287, loop=300, host=0.7, token=95
     ),
 }

@@ -78,6 +78,18 @@ def test_a_short_limit_skips_and_names(tmp_path: Path) -> None:
     assert "tau 4.5, batch 4, context 64" in (tmp_path / "steps.txt").read_text().splitlines()
 
 
+def test_preview_times_each_form_of_an_lm_head(tmp_path: Path) -> None:
+    sizes = ["hidden=64", "intermediate=96", "heads=2", "kv_heads=1", "layers=2", "vocab=3000"]
+    few = ["context=20", "sizes=800", "ranks=32", "repeats=1", f"out={tmp_path}"]
+    done = run(["bench/speed/preview.py", *sizes, *few], cwd=ROOT)
+    assert done.returncode == 0, done.told
+    rows = json.loads((tmp_path / "preview.json").read_text())
+    assert [row["what"] for row in rows] == ["whole", "800 tokens", "preview of rank 32"]
+    assert rows[0]["mb"] > rows[2]["mb"] > rows[1]["mb"]
+    assert all(row["c"] == pytest.approx(row["ms"] / row["plain_ms"], rel=1e-9) for row in rows)
+    assert "| preview of rank 32 |" in (tmp_path / "preview.md").read_text()
+
+
 def test_cost_says_how_it_grows(tmp_path: Path) -> None:
     toys = ["target=toy", "draft=toy", "repeats=1", f"out={tmp_path}"]
     done = run(["bench/speed/cost.py", *toys], cwd=ROOT)
