@@ -67,6 +67,7 @@ from draftsmith.train.text.tokenise import load_examples
 
 CONTEXT = 128  # tokens in the KV of a timed call
 AS_IT_IS = "as it is"
+USUAL = "512,1024,2048"
 HEAD = ("tokens", "counted", "held-out", "alpha", "tau", "change", "MB", "MBSU", "c", "")
 
 Row = dict[str, Any]
@@ -80,7 +81,7 @@ class Trim(Asking):
     drafter: str
     data: str  # a folder of train/prepare.py; rows work too, where the target writes like them
     out: str
-    sizes: str = "512,1024,2048"  # tokens to keep, to compare
+    sizes: str = ""  # tokens to keep, to compare; empty: USUAL, where no ranks are said either
     size: int | None = None  # the one to write; none: the best of them
     ranks: str = ""  # of previews, to compare with them
     rank: int | None = None  # the one to write
@@ -91,8 +92,6 @@ class Trim(Asking):
 
     def __post_init__(self) -> None:
         check_least(self, K=1, limit=1, prompt_tokens=1, batch_size=1)
-        if not (self.compared or self.ranked):
-            raise ValueError("got no sizes and no ranks, expected some, as sizes=1024 ranks=64")
         if self.size is not None and self.rank is not None:
             raise ValueError(
                 f"got size={self.size} and rank={self.rank}, expected one of them; trim what was "
@@ -102,7 +101,8 @@ class Trim(Asking):
     @property
     def compared(self) -> list[int]:
         """The sizes to measure, ascending."""
-        return _and_one("sizes", self.sizes, self.size)
+        alone = self.rank is None and not self.ranks
+        return _and_one("sizes", self.sizes or (USUAL if alone else ""), self.size)
 
     @property
     def ranked(self) -> list[int]:
@@ -207,7 +207,7 @@ def trimmed(
 ) -> Trimmable:
     """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
     if isinstance(drafter, LMDrafter):
-        return LMDrafter(drafter.runner.model, tokens, vocab)
+        return LMDrafter(drafter.runner.model, tokens, None if vocab.is_full else vocab)
     made: HeadDrafter = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
     return made
 

@@ -108,6 +108,7 @@ def main(argv: list[str]) -> None:
     out = Path(settings.out)
     for name in filter(None, settings.drafter.split(",")):
         folder = open_drafter(name, fingerprint(saved, tokenizer), target_config=sizes)
+        defaults = folder.meta["defaults"]
         if folder.kind == "lm":
             wide = folder.model()
         else:
@@ -117,6 +118,8 @@ def main(argv: list[str]) -> None:
             vocab = vocab_size(tokenizer)
             compare(name, drafted(head, small, ids_BT, vocab), drafted(wide, large, ids_BT, vocab))
             wide.to(kept)
+            more = settings.hidden // sizes.hidden_size
+            defaults |= {"preview": defaults["preview"] and more * defaults["preview"]}
         save_drafter(
             out / Path(name).parent.name,
             kind=folder.kind,
@@ -124,7 +127,7 @@ def main(argv: list[str]) -> None:
             tokenizer=tokenizer,
             target_fingerprint=fingerprint(large, tokenizer),
             provenance=(folder.meta["provenance"] or {}) | {"twin_of": name},
-            defaults=folder.meta["defaults"],
+            defaults=defaults,
         )
     shutil.rmtree(out / "target", ignore_errors=True)
     large.to(dtype).save_pretrained(out / "target")
@@ -187,11 +190,11 @@ def widened_head(head: Head, small: PreTrainedModel, large: PreTrainedModel) -> 
     about, wide = head.to_json(), large.config
     shape = Shape(small.config.hidden_size, wide.hidden_size)
     times = wide.num_hidden_layers // small.config.num_hidden_layers
+    if about.get("narrow") and about["intermediate_size"] == small.config.intermediate_size:
+        about["narrow"] = about["narrow"] * wide.intermediate_size // small.config.intermediate_size
     for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if about.get(name) == getattr(small.config, name):
             about[name] = getattr(wide, name)
-    if about.get("narrow"):
-        about["narrow"] = about["narrow"] * wide.intermediate_size // small.config.intermediate_size
     if "rms_norm_eps" in about:
         about["rms_norm_eps"] = about["rms_norm_eps"] * shape.h / shape.H
     taps = tuple(tap if tap == NORM else tap * times for tap in head.taps)

@@ -196,7 +196,7 @@ def drafter_in(
         lay_side_by_side(head)
         head.drafts = folder.vocab
         drafter = drafter_of(head, target, vocab_size(tokenizer))
-    if rank := folder.meta["defaults"]["preview"]:
+    if (rank := folder.meta["defaults"]["preview"]) is not None:
         foretell(drafter, rank)
     return drafter
 

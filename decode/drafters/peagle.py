@@ -49,5 +49,10 @@ class PEagleDrafter(EagleDrafter):
         return torch.cat([self.state_BH[:, None], output_BDH], 1)
 
     @property
+    def per_node(self) -> None:
+        """One pass for all levels, and its LM head with it."""
+        return None
+
+    @property
     def parameter_bytes(self) -> int:
         return (super().parameter_bytes + self.head.fc.weight.nbytes) // self.levels

@@ -48,15 +48,19 @@ def grow(
     beyond the committed ones in which each node was fed (of a node that wasn't: any). head: what
     multiplies the states that `feed` gives.
     """
-    if head is not None and head.preview is not None and request.race_BDV is not None:
-        feed = _corrected(request, feed, head)
+    feed = corrected(request, feed, head)
     if isinstance(request.plan, DynamicTree):
         return grow_dynamic(request, request.plan, feed)
     return grow_static(request, request.plan, feed), None
 
 
-def _corrected(request: Round, feed: Feed, head: VocabHead) -> Feed:
-    """With the exact logits of those tokens too that win by the round's noise."""
+def corrected(request: Round, feed: Feed, head: VocabHead | None) -> Feed:
+    """What feeds nodes by a head with a preview: with the exact logits of those tokens too that win
+    by the round's noise. As it is without one, or where the logits are to be a law, which must not
+    know what it is drawn by.
+    """
+    if head is None or head.preview is None or request.race_BDV is None or request.want_q:
+        return feed
 
     def fed(frontier: Frontier) -> Fed:
         logits_BFV, states_BFH = feed(frontier)

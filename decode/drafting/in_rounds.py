@@ -285,7 +285,7 @@ def _parts(
     how.preview = head.previewed
     held = [native.body, _pass(native, pool), how]
     follow([head.weight])
-    return held, [*map(ctypes.addressof, held)]
+    return [*held, head.preview], [*map(ctypes.addressof, held)]
 
 
 def _light(native: NativeBody, head: VocabHead, parts: LightParts) -> _Light | None:

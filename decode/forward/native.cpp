@@ -57,7 +57,7 @@ struct Pass {
     bf16 *side;
 };
 // What foretells an LM head's logits: a map of what it reads to `rank` numbers, and one of these. The rows of
-// the `least` best of them, and of few more, are read.
+// the `least` best of them are read, and of as many more as reach the least of that many groups' best.
 struct Preview {
     const bf16 *down, *up;
     int64_t rank, least;
@@ -290,7 +290,8 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
 static void read_out(const Chain &c, const bf16 *read, bf16 *logits, int64_t B, int64_t H, int64_t k) {
     if (!c.preview) return product(c.head, c.bias, read, logits, B, H, c.size, c.size);
     const Preview &by = *c.preview;
-    const int64_t group = 32, groups = c.size / group;
+    // Of vocabularies that are few times `least`, smaller groups.
+    const int64_t group = std::clamp<int64_t>(c.size / (4 * by.least), 1, 32), groups = c.size / group;
     std::vector<bf16> low(B * by.rank);
     std::vector<float> scores(c.size), best(groups);
     product(by.down, nullptr, read, low.data(), B, H, by.rank, by.rank);

@@ -206,9 +206,9 @@ class VocabHead(Product):
         and others foretold. ValueError for a rank that C++ doesn't know, or without use.
         """
         hidden = self.weight.shape[1]
-        if not 0 < rank < hidden or rank % STEP:
+        if type(rank) is not int or not 0 < rank < hidden or rank % STEP:
             raise ValueError(
-                f"preview: got a rank of {rank}, expected a multiple of {STEP} below the hidden "
+                f"preview: got a rank of {rank!r}, expected a multiple of {STEP} below the hidden "
                 f"size, {hidden}"
             )
         self.preview = Preview(self.weight, rank)
@@ -220,10 +220,11 @@ class VocabHead(Product):
 
     @property
     def bytes_read(self) -> int:
-        """Of its weights, for one state."""
+        """Of its weights, for one state; beside a preview of about twice BEST rows."""
         if (seen := self.preview) is None:
             return self.weight.nbytes
-        return seen.down.weight.nbytes + seen.up.weight.nbytes + BEST * self.weight[0].nbytes
+        rows = self.weight[: 2 * BEST]
+        return seen.down.weight.nbytes + seen.up.weight.nbytes + rows.nbytes
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 of states [..., H]; -inf for tokens that have no row."""

@@ -55,7 +55,7 @@ from draftsmith.decode.drafting.base import (
     Kept,
     Round,
 )
-from draftsmith.decode.drafting.grow_tree import grow
+from draftsmith.decode.drafting.grow_tree import corrected, grow
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
 from draftsmith.decode.drafting.in_rounds import InRounds, either_rounds
 from draftsmith.decode.drafting.owed import Owed
@@ -190,6 +190,7 @@ class CompositeDrafter(Drafter):
         """Of the trained one, which is what a draft call costs; or of both."""
         drafted = self.trained.feed(self._shallow(request))
         assert drafted is not None, "a head is asked by draft calls"
+        drafted = corrected(request, drafted, self.trained.per_node)
         if not self.fused:
             fed = None
 

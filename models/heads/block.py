@@ -109,10 +109,11 @@ class BlockConfig:
         ):
             if got not in known:
                 raise ValueError(f"block: got {name}={got!r}, expected one of {', '.join(known)}")
-        if self.narrow < 0 or (self.narrow and self.light != "layer"):
+        if self.narrow and (self.light != "layer" or self.narrow not in self.widths):
             raise ValueError(
                 f"block: got narrow={self.narrow} with light={self.light}, expected 0, or the "
-                "width of the MLP of light=layer"
+                f"width of the MLP of light=layer, in steps of {self.widths.step} below "
+                f"{self.widths.stop}"
             )
         if min(self.levels, self.rank, len(self.taps)) < 1:
             raise ValueError(
@@ -134,6 +135,11 @@ class BlockConfig:
                 f"block: got noise with labels={self.labels}, mask={self.mask}, expected shifted "
                 "and causal: a row tells the next one what it guessed"
             )
+
+    @property
+    def widths(self) -> range:
+        """What a narrower MLP may have, so that C++ knows it."""
+        return range(16, self.layer.intermediate_size, 16)
 
     @property
     def kind(self) -> str:

@@ -106,9 +106,11 @@ def begin_narrower(own: Any, theirs: Any) -> None:
         return
     size_I = gate.weight.norm(dim=1) * up.weight.norm(dim=1) * down.weight.norm(dim=0)
     kept_J = size_I.topk(width).indices.sort().values
-    own.gate_proj.weight.copy_(gate.weight[kept_J])
-    own.up_proj.weight.copy_(up.weight[kept_J])
     own.down_proj.weight.copy_(down.weight[:, kept_J])
+    for part, wide in ((own.gate_proj, gate), (own.up_proj, up)):
+        part.weight.copy_(wide.weight[kept_J])
+        if part.bias is not None and wide.bias is not None:
+            part.bias.copy_(wide.bias[kept_J])
 
 
 class Rotary(LlamaRotaryEmbedding):  # the same for Qwen3

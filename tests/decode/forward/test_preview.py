@@ -5,25 +5,28 @@ answer changes.
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from head_folders import made, ours
 from saved_drafts import save_draft
 from serial_heads import serial
+from several_rounds import drafted_in_rounds
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.load import load_drafter
-from draftsmith.decode.drafting.base import Round
+from draftsmith.decode.drafting.base import Fed, Frontier, Round
+from draftsmith.decode.drafting.grow_tree import corrected, grow
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward.compiled import library
 from draftsmith.decode.forward.product import BEST, Preview, VocabHead
 from draftsmith.decode.policies.timing import round_of
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import COUPLED
-from draftsmith.decode.tree_shapes import chain_plan
+from draftsmith.decode.tree_shapes import DynamicTree, Plan, chain_plan
 from draftsmith.models.folder.drafter_folder import save_defaults
 from draftsmith.models.heads.block import Block, BlockConfig
 
@@ -63,9 +66,10 @@ def test_the_best_have_exact_logits_and_others_foretold_ones(bias: bool) -> None
     assert got_BFV[..., 12:400:4].equal(found_BFV[..., 12:400:4])
 
 
-@pytest.mark.parametrize("rank", [0, 8, 40, H])
-def test_ranks_that_are_of_no_use_are_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"got a rank of {rank}, expected a multiple of 16 below"):
+@pytest.mark.parametrize("rank", [0, 8, 40, H, 32.0, "32", True])
+def test_ranks_that_are_of_no_use_are_refused(rank: Any) -> None:
+    told = f"got a rank of {rank!r}, expected a multiple of 16 below"
+    with pytest.raises(ValueError, match=told):
         VocabHead(near(RANK, 0.1), None, V).foretell(rank)
 
 
@@ -99,20 +103,52 @@ def asked(temperature: float) -> Round:
 
 
 @pytest.mark.skipif(library() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("in_torch", [False, True])
+@pytest.mark.parametrize("way", ["at once", "call by call", "several rounds a call"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @torch.inference_mode()
-def test_the_same_is_drafted(block: BlockDrafter, temperature: float, in_torch: bool) -> None:
-    request = replace(asked(temperature), want_q=in_torch)  # which one call doesn't give
-    head = block.lm_head
+def test_the_same_is_drafted(block: BlockDrafter, temperature: float, way: str) -> None:
+    request, head = asked(temperature), block.lm_head
+
+    def drafted() -> Tensor:
+        if way == "call by call":
+            return grow(request, block.feed(request), block.per_node)[0].tokens_BN
+        tree = block.propose(request)
+        return tree.tokens_BN if way == "at once" else drafted_in_rounds(block, request, tree)
+
     head.preview = None
-    whole_BN = block.propose(request).tokens_BN
+    whole_BN = drafted()
     head.foretell(RANK)
-    assert block.propose(request).tokens_BN.equal(whole_BN) and len(whole_BN.unique()) > 5
+    assert drafted().equal(whole_BN) and len(whole_BN.unique()) > 5
     assert block.per_node is head and head.bytes_read < 0.6 * head.weight.nbytes
     # A twin: one that foretells other tokens' logits.
     head.preview = Preview(head.weight.roll(1500, 0), RANK)
-    assert not block.propose(request).tokens_BN.equal(whole_BN)
+    assert not drafted().equal(whole_BN)
+
+
+@pytest.mark.parametrize("tree", [chain_plan(4), DynamicTree(3, 3, 9)], ids=["chain", "tree"])
+@torch.inference_mode()
+def test_what_noise_makes_win_is_found(block: BlockDrafter, tree: Plan) -> None:
+    """By a law so flat that it isn't among the likeliest; not where the logits are to be a law."""
+    request, head = replace(asked(1.0), plan=tree), block.lm_head
+    head.preview, ranks = None, list[int]()
+    flat = replace(request, params=SamplingParams(temperature=4.0))
+    feed = block.feed(flat)
+
+    def noted(frontier: Frontier) -> Fed:
+        fed = feed(frontier)
+        assert flat.race_BDV is not None
+        won_BF = (fed.logits_BFV / 4 - flat.race_BDV[:, frontier.depth, None]).argmax(-1)
+        best_BF1 = fed.logits_BFV.gather(-1, won_BF[..., None])
+        ranks.extend((fed.logits_BFV > best_BF1).sum(-1).flatten().tolist())
+        return fed
+
+    whole_BN = grow(flat, noted)[0].tokens_BN
+    head.foretell(RANK)
+    assert grow(flat, block.feed(flat), head)[0].tokens_BN.equal(whole_BN)
+    assert max(ranks) > 4 * BEST
+    lawful = replace(flat, want_q=True)
+    feed = block.feed(lawful)
+    assert corrected(lawful, feed, head) is feed and corrected(flat, feed, head) is not feed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -143,7 +179,7 @@ def test_no_answer_changes(
         assert [one.tokens for one in done] == [one.tokens for one in plain]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "falcon-2", "dspark"])
+@pytest.mark.parametrize("kind", ["medusa", "falcon-2", "dspark", "peagle"])
 def test_a_drafter_that_reads_its_lm_head_once_has_none(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str
 ) -> None:

@@ -264,7 +264,7 @@ def test_the_trunk_begins_as_the_targets_last_layers() -> None:
 def test_a_narrow_layer_begins_as_the_largest_neurons() -> None:
     theirs = build_llama(VOCAB, layers=2, hidden=32, seed=0).requires_grad_(False)
     mlp, wide = theirs.model.layers[-1].mlp, theirs.config.intermediate_size
-    large = torch.arange(wide) % 3 == 1
+    large = torch.arange(wide) % 4 == 1
     for part in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight.T):
         part.mul_(torch.where(large, 2.0, 0.5)[:, None])
     head = made("narrow", narrow=int(large.sum()), sizes={"intermediate_size": wide})
@@ -288,7 +288,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"noise": True, "labels": "same"}, "got noise with labels=same"),
     ({"convs": True, "layer": LlamaConfig(**SIZES | {"hidden_size": 40})}, "of 16, got 40"),
     ({"narrow": 8}, "got narrow=8 with light=markov, expected 0, or the width of"),
-    ({"light": "layer", "narrow": -1}, "got narrow=-1 with light=layer"),
+    *(({"light": "layer", "narrow": n}, f"got narrow={n} with light=layer") for n in (-1, 24, 64)),
 ]
 
 
