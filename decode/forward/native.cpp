@@ -273,12 +273,28 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
                       float *scores = nullptr, const bf16 *more = nullptr) {
     int64_t noise = row * c.race_row + ((c.from ? c.from[row] : 0) + k) * c.race_step, best = 0;
     const float *race = c.race ? c.race + noise : nullptr;
+    float by = (float)c.temperature;
+    F16 top = (F16){} - INFINITY;
+    I16 at = (I16){}, here = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    auto scored = [&](auto score, auto noise) {
+        if (by != 0) score /= by;
+        return race ? score - noise : score;
+    };
+    int64_t d = 0;
+    for (; d + 16 <= c.size; d += 16, here += 16) {
+        F16 noise = race && !c.ids ? read<F16>(race + d) : (F16){};
+        for (int i = 0; race && c.ids && i < 16; i++) noise[i] = race[c.ids[d + i]];
+        F16 score = scored(more ? wide16(logits + d) + wide16(more + d) : wide16(logits + d), noise);
+        if (scores) memcpy(scores + d, &score, sizeof(score));
+        I16 over = score > top;
+        top = over ? score : top, at = over ? here : at;
+    }
     most = -INFINITY;
-    for (int64_t d = 0; d < c.size; d++) {
-        float score = wide(logits[d]);
-        if (more) score += wide(more[d]);
-        if (c.temperature != 0) score /= (float)c.temperature;
-        if (race) score -= race[c.ids ? c.ids[d] : d];
+    for (int i = 0; i < 16; i++)
+        if (top[i] > most || (top[i] == most && at[i] < best)) most = top[i], best = at[i];
+    for (; d < c.size; d++) {
+        float score = scored(more ? wide(logits[d]) + wide(more[d]) : wide(logits[d]),
+                             race ? race[c.ids ? c.ids[d] : d] : 0.0f);
         if (scores) scores[d] = score;
         if (score > most) most = score, best = d;
     }
@@ -290,28 +306,40 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
 static void read_out(const Chain &c, const bf16 *read, bf16 *logits, int64_t B, int64_t H, int64_t k) {
     if (!c.preview) return product(c.head, c.bias, read, logits, B, H, c.size, c.size);
     const Preview &by = *c.preview;
-    // Of vocabularies that are few times `least`, smaller groups.
-    const int64_t group = std::clamp<int64_t>(c.size / (4 * by.least), 1, 32), groups = c.size / group;
+    // Groups of tokens, every 16th of a block; of few tokens smaller ones.
+    const int64_t group = std::clamp<int64_t>(c.size / (4 * by.least), 1, 32), block = 16 * group;
+    const int64_t groups = c.size / block * 16;
     std::vector<bf16> low(B * by.rank);
-    std::vector<float> scores(c.size), best(groups);
+    std::vector<float> scores(c.size), best(groups), sorted;
     product(by.down, nullptr, read, low.data(), B, H, by.rank, by.rank);
     product(by.up, c.bias, low.data(), logits, B, by.rank, c.size, c.size);
     for (int64_t b = 0; b < B; b++, logits += c.size, read += H) {
         float most, least = -INFINITY;
         chosen(c, logits, b, k, most, scores.data());
-        for (int64_t g = 0; g < groups; g++)
-            best[g] = *std::max_element(&scores[g * group], &scores[g * group] + group);
-        if (groups > by.least) {
-            std::nth_element(best.begin(), best.begin() + by.least - 1, best.end(), std::greater<float>());
-            least = best[by.least - 1];
+        for (int64_t g = 0; g < groups; g += 16) {
+            F16 top = ::read<F16>(&scores[g * group]);
+            for (int64_t i = 16; i < block; i += 16) {
+                F16 next = ::read<F16>(&scores[g * group + i]);
+                top = next > top ? next : top;
+            }
+            memcpy(&best[g], &top, sizeof(top));
         }
-        for (int64_t d = 0; d < c.size; d++) {
-            if (scores[d] < least) continue;
+        if (groups > by.least) {
+            sorted = best;
+            std::nth_element(sorted.begin(), sorted.begin() + by.least - 1, sorted.end(), std::greater<float>());
+            least = sorted[by.least - 1];
+        }
+        auto exact = [&](int64_t d) {
             const bf16 *w = c.head + d * H;
             F16 total = (F16){};
             for (int64_t h = 0; h < H; h += 16) total += wide16(read + h) * wide16(w + h);
             logits[d] = narrow(sum16(total) + (c.bias ? wide(c.bias[d]) : 0.0f));
-        }
+        };
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t d = g / 16 * block + g % 16, end = d + block; best[g] >= least && d < end; d += 16)
+                if (scores[d] >= least) exact(d);
+        for (int64_t d = groups * group; d < c.size; d++)
+            if (scores[d] >= least) exact(d);
     }
 }
 
