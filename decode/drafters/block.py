@@ -26,7 +26,7 @@ from draftsmith.decode.forward.attention import Seen
 from draftsmith.decode.forward.lean import lean_copy
 from draftsmith.decode.forward.lean_heads import lean_block, lean_nodes
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.block import Block, Guess
@@ -43,6 +43,7 @@ class BlockDrafter(HeadDrafter):
     def __init__(self, head: Block, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.stacked)
         self.lm_head = self.vocab_head(head.target_head_VH, vocab_size)
+        self.each = head.light.deep
         self.after, self.light = None, lean_copy(head.light)
         if head.light.rank:
             self.after = self.vocab_head(head.light.after.weight, vocab_size)
@@ -197,10 +198,6 @@ class BlockDrafter(HeadDrafter):
         if self.after is not None:
             logits_BMV = logits_BMV + self.after.logits(state_BMI[..., self.head.hidden :])
         return F.pad(logits_BMV, (0, 0, 1, 0))
-
-    @property
-    def per_node(self) -> VocabHead | None:
-        return self.lm_head if self.head.light.deep else None
 
     @property
     def parameter_bytes(self) -> int:

@@ -14,7 +14,7 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, clover_rounds
 from draftsmith.decode.forward.compressed import STEP
 from draftsmith.decode.forward.lean_heads import lean_prefix
-from draftsmith.decode.forward.product import Product, VocabHead
+from draftsmith.decode.forward.product import Product
 from draftsmith.models.heads.clover import Clover
 
 
@@ -22,6 +22,7 @@ class CloverDrafter(HeadDrafter):
     """A row's state is s_0; nodes know their whole path."""
 
     head: Clover
+    each = True
 
     def __init__(self, head: Clover, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
@@ -70,10 +71,6 @@ class CloverDrafter(HeadDrafter):
 
     def _fed(self, state_BFH: Tensor) -> Fed:
         return Fed(self.lm_head.logits(state_BFH), state_BFH)
-
-    @property
-    def per_node(self) -> VocabHead | None:
-        return self.lm_head
 
     @property
     def parameter_bytes(self) -> int:

@@ -19,7 +19,6 @@ from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, head_rounds
 from draftsmith.decode.forward.lean_heads import LeanEagle, lean_eagle
 from draftsmith.decode.forward.native import NativeBody
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.eagle import Eagle
@@ -29,6 +28,7 @@ class EagleDrafter(HeadDrafter):
     """An EAGLE head or an MTP module; each draft call runs its layers over the nodes fed."""
 
     head: Eagle
+    each = True
 
     def __init__(self, head: Eagle, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config.layer)
@@ -86,10 +86,6 @@ class EagleDrafter(HeadDrafter):
         """Raw logits, -inf for tokens that aren't drafted, and what they are made of."""
         state_BTH = self.body.before_head(states_BTH).to(self.lm_head.weight.dtype)
         return Fed(self.lm_head.logits(state_BTH), state_BTH)
-
-    @property
-    def per_node(self) -> VocabHead | None:
-        return self.lm_head
 
     @property
     def parameter_bytes(self) -> int:

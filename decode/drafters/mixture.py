@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.drafting.head_drafter import HeadDrafter, Where
 from draftsmith.decode.forward.attention import Seen
-from draftsmith.decode.forward.product import VocabHead
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.models.heads.mixture import Mixture
 
@@ -24,6 +23,7 @@ class MixtureDrafter(HeadDrafter):
     """A pass of two layers a level."""
 
     head: Mixture
+    each = True
 
     def __init__(self, head: Mixture, target: PreTrainedModel, vocab_size: int) -> None:
         super().__init__(head, target, head.config)
@@ -57,10 +57,6 @@ class MixtureDrafter(HeadDrafter):
     def first(self, states_BTH: Tensor, next_BT: Tensor | None = None) -> Fed:
         state_BTH = states_BTH.to(self.lm_head.weight.dtype)
         return Fed(self.lm_head.logits(state_BTH), state_BTH)
-
-    @property
-    def per_node(self) -> VocabHead | None:
-        return self.lm_head
 
     @property
     def parameter_bytes(self) -> int:

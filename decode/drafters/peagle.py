@@ -21,7 +21,7 @@ class PEagleDrafter(EagleDrafter):
     """All nodes of one depth share one law, as Medusa's; the layers run once a round for them."""
 
     head: PEagle
-    one_pass = True
+    one_pass, each = True, False
 
     def feed(self, request: Round) -> Feed:
         drafted = Fed(self.state_BH, self.state_BH)
@@ -47,11 +47,6 @@ class PEagleDrafter(EagleDrafter):
         where = self.pool.fed(at_BD, at_BD, seen)
         output_BDH = self.body.step(mask_BDH, (-depth_D).expand_as(at_BD), *where)
         return torch.cat([self.state_BH[:, None], output_BDH], 1)
-
-    @property
-    def per_node(self) -> None:
-        """One pass for all levels, and its LM head with it."""
-        return None
 
     @property
     def parameter_bytes(self) -> int:

@@ -44,6 +44,8 @@ class HeadDrafter(Drafter):
     owes = True
     attends = True  # whether `read` attends; else it is told where keys and values go
     trims = True  # whether it can draft some tokens alone
+    lm_head: VocabHead  # of those that have one for all levels
+    each = False  # whether that is read for every node
     held: tuple[str, ...] = ("pool", "state_BH")
 
     def __init__(
@@ -61,6 +63,10 @@ class HeadDrafter(Drafter):
     def vocab(self) -> DraftVocab:
         """The tokens that it drafts."""
         return self.head.vocab
+
+    @property
+    def per_node(self) -> VocabHead | None:
+        return self.lm_head if self.each else None
 
     def vocab_head(self, rows_VH: Tensor, size: int, bias_V: Tensor | None = None) -> VocabHead:
         """An LM head of the tokens that it drafts, of a tokenizer's `size`, from the rows of all or

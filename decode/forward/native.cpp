@@ -303,23 +303,23 @@ static int64_t chosen(const Chain &c, const bf16 *logits, int64_t row, int64_t k
 
 // The LM head's logits [B, size] at level k of what it reads [B, H]: where there is a preview those that may
 // be chosen, others as foretold.
-static void read_out(const Chain &c, const bf16 *read, bf16 *logits, int64_t B, int64_t H, int64_t k) {
-    if (!c.preview) return product(c.head, c.bias, read, logits, B, H, c.size, c.size);
+static void read_out(const Chain &c, const bf16 *x, bf16 *logits, int64_t B, int64_t H, int64_t k) {
+    if (!c.preview) return product(c.head, c.bias, x, logits, B, H, c.size, c.size);
     const Preview &by = *c.preview;
     // Groups of tokens, every 16th of a block; of few tokens smaller ones.
     const int64_t group = std::clamp<int64_t>(c.size / (4 * by.least), 1, 32), block = 16 * group;
     const int64_t groups = c.size / block * 16;
     std::vector<bf16> low(B * by.rank);
     std::vector<float> scores(c.size), best(groups), sorted;
-    product(by.down, nullptr, read, low.data(), B, H, by.rank, by.rank);
+    product(by.down, nullptr, x, low.data(), B, H, by.rank, by.rank);
     product(by.up, c.bias, low.data(), logits, B, by.rank, c.size, c.size);
-    for (int64_t b = 0; b < B; b++, logits += c.size, read += H) {
+    for (int64_t b = 0; b < B; b++, logits += c.size, x += H) {
         float most, least = -INFINITY;
         chosen(c, logits, b, k, most, scores.data());
         for (int64_t g = 0; g < groups; g += 16) {
-            F16 top = ::read<F16>(&scores[g * group]);
+            F16 top = read<F16>(&scores[g * group]);
             for (int64_t i = 16; i < block; i += 16) {
-                F16 next = ::read<F16>(&scores[g * group + i]);
+                F16 next = read<F16>(&scores[g * group + i]);
                 top = next > top ? next : top;
             }
             memcpy(&best[g], &top, sizeof(top));
@@ -332,7 +332,7 @@ static void read_out(const Chain &c, const bf16 *read, bf16 *logits, int64_t B, 
         auto exact = [&](int64_t d) {
             const bf16 *w = c.head + d * H;
             F16 total = (F16){};
-            for (int64_t h = 0; h < H; h += 16) total += wide16(read + h) * wide16(w + h);
+            for (int64_t h = 0; h < H; h += 16) total += wide16(x + h) * wide16(w + h);
             logits[d] = narrow(sum16(total) + (c.bias ? wide(c.bias[d]) : 0.0f));
         };
         for (int64_t g = 0; g < groups; g++)
