@@ -5,8 +5,9 @@
 
 A block drafter with a layer for the nodes reads an LM head for each token that it drafts: all of
 it, the rows of some tokens, or a preview of all and the best rows. Weights are random, so that only
-times are measured, not what is accepted (see docs/methods/preview.md): medians of a draft call in a
-chain of five, in turns, beside the target's pass over one token. Rows and page: <out>/preview.*
+times are measured, not what is accepted (see docs/methods/preview.md): the least of a chain of five
+in turns, a fifth of it for each token, beside the target's pass over one. Rows and page:
+<out>/preview.*
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,13 @@ from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import numbers, parse, run_command
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.forward.runner import Runner
-from draftsmith.decode.policies.timing import isolated_times
+from draftsmith.decode.policies.timing import (
+    chain_call,
+    forward_call,
+    least_times,
+    recorded,
+    with_room,
+)
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.heads.block import Block, BlockConfig
 from draftsmith.models.layers.layer import layer_like
@@ -44,7 +51,7 @@ class Preview:
     ranks: str = "64,112,224"
     device: str = "cpu"
     threads: int = 1
-    repeats: int = 5
+    turns: int = 10
     out: str = "docs/results"
 
 
@@ -78,23 +85,19 @@ def measured(settings: Preview) -> list[dict[str, Any]]:
     for rank in numbers("ranks", settings.ranks, int, least=1):
         arms[f"preview of rank {rank}"] = made = BlockDrafter(head, target, settings.vocab)
         made.lm_head.foretell(rank)
-    at: Any = {"batch": 1, "context": settings.context, "prompt": 1, "nodes": K + 1}
-    found: dict[str, list[dict[str, Any]]] = {what: [] for what in arms}
-    for _ in range(settings.repeats):
-        for what, drafter in arms.items():
-            found[what].append(isolated_times(runner, drafter, chain_plan(K), **at))
-    rows = []
-    for what, times in found.items():
-        draft, plain = (median([one[name] for one in times]) for name in ("draft", "plain"))
-        row = {"what": what, "mb": arms[what].parameter_bytes / 1e6, "ms": 1e3 * draft}
-        size = sum(p.numel() for p in target.parameters())
-        row |= {"plain_ms": 1e3 * plain, "c": draft / plain, "parameters": size}
-        rows.append(row | about_run())
-    return rows
-
-
-def median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+    at: Any = {"batch": 1, "context": settings.context}
+    calls = {"plain": forward_call(runner, length=1, **at)}
+    for what, drafter in arms.items():
+        twin = with_room(drafter, 1, settings.context + 2 * K)
+        calls[what] = chain_call(twin, chain_plan(K).fed, device=target.device, **at)
+    seconds = least_times(recorded(calls, runner, arms["whole"]), target.device, settings.turns)
+    plain, size = seconds.pop("plain"), sum(p.numel() for p in target.parameters())
+    return [
+        {"what": what, "mb": arms[what].parameter_bytes / 1e6, "ms": 1e3 * took / K}
+        | {"plain_ms": 1e3 * plain, "c": took / K / plain, "parameters": size}
+        | about_run()
+        for what, took in seconds.items()
+    ]
 
 
 def random_target(settings: Preview) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def test_a_short_limit_skips_and_names(tmp_path: Path) -> None:
 
 def test_preview_times_each_form_of_an_lm_head(tmp_path: Path) -> None:
     sizes = ["hidden=64", "intermediate=96", "heads=2", "kv_heads=1", "layers=2", "vocab=3000"]
-    few = ["context=20", "sizes=800", "ranks=32", "repeats=1", f"out={tmp_path}"]
+    few = ["context=20", "sizes=800", "ranks=32", "turns=1", f"out={tmp_path}"]
     done = run(["bench/speed/preview.py", *sizes, *few], cwd=ROOT)
     assert done.returncode == 0, done.told
     rows = json.loads((tmp_path / "preview.json").read_text())
