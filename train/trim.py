@@ -163,15 +163,11 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     before = opened.meta["defaults"]["preview"]
     pairs: dict[Hashable, Any] = {size: (vocab, before) for size, vocab in vocabs.items()}
     pairs |= {named(rank): (has, rank) for rank in ranks}
-    for name, (vocab, rank) in pairs.items():
-        arms[name] = trimmed(whole, vocab, target, tokens)
-        if rank is not None:
-            foretell(arms[name], rank)
+    arms |= {name: trimmed(whole, how, target, tokens) for name, how in pairs.items()}
     usual = min(int(opened.meta["defaults"]["K"]), whole.levels)
     settings = replace(settings, K=settings.K or usual)
     plain = Decoder(target, tokenizer, batch_size=settings.batch_size)
-    best = settings.size if settings.rank is None else named(settings.rank)
-    if best is None:
+    if (best := settings.size if settings.rank is None else named(settings.rank)) is None:
         rows = measured(settings, plain, arms, counts_V, examples, "tune")
         best = max(rows[1:], key=lambda row: float(row["mbsu"]))["name"]
     rows = measured(settings, plain, arms, counts_V, examples, "report")
@@ -181,13 +177,11 @@ def run(settings: Trim, argv: list[str]) -> tuple[list[Row], str]:
     made = {"argv": argv, "commit": git_commit(), "data_hash": examples.fingerprint()}
     made |= next(row for row in rows if row["chosen"])
     vocab, rank = pairs[best] if best in vocabs else (opened.vocab, pairs[best][1])
-    model = opened.model() if is_lm else opened.head()
-    if not is_lm and vocab is not None:
-        model = trimmed_head(model, vocab)
+    head: Any = opened.model() if is_lm else opened.head()
     save_drafter(
         settings.out,
         kind=opened.kind,
-        model=model,
+        model=head if is_lm or vocab is None else trimmed_head(head, vocab),
         tokenizer=tokenizer,
         target_fingerprint=opened.meta["target"] or mark,
         provenance=(opened.meta["provenance"] or {}) | {"trim": made},
@@ -203,12 +197,18 @@ def named(rank: int) -> str:
 
 
 def trimmed(
-    drafter: Trimmable, vocab: DraftVocab, target: PreTrainedModel, tokens: int
+    drafter: Trimmable, how: tuple[DraftVocab, int | None], target: PreTrainedModel, tokens: int
 ) -> Trimmable:
-    """A drafter with the same weights that drafts those of a tokenizer's `tokens` in `vocab`."""
+    """A drafter with the same weights that drafts those of a tokenizer's `tokens` in a vocabulary,
+    and by a preview of a rank.
+    """
+    (vocab, rank), made = how, drafter
     if isinstance(drafter, LMDrafter):
-        return LMDrafter(drafter.runner.model, tokens, None if vocab.is_full else vocab)
-    made: HeadDrafter = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
+        made = LMDrafter(drafter.runner.model, tokens, None if vocab.is_full else vocab)
+    else:
+        made = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
+    if rank is not None:
+        foretell(made, rank)
     return made
 
 

@@ -28,7 +28,7 @@ from draftsmith.decode.drafting.grow_tree import grow
 from draftsmith.decode.drafting.head_drafter import HeadKV
 from draftsmith.decode.forward.attention import Attend, Seen, mix
 from draftsmith.decode.forward.kv import ROOM, KVPool, SlotCache, ring, round_up
-from draftsmith.decode.forward.native_attention import attends, committed
+from draftsmith.decode.forward.native import attends, committed
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree

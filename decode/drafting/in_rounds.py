@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftsmith.decode.forward.compiled import library, pointer
 from draftsmith.decode.forward.compressed import STEP, follow
-from draftsmith.decode.forward.kv import KVPool
-from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall, laid
+from draftsmith.decode.forward.kv import KVPool, laid
+from draftsmith.decode.forward.native import ChainCall, NativeBody, PassCall
 from draftsmith.decode.forward.product import Product, VocabHead, sides
 
 LIT = ("markov", "selector", "gated", "rnn", "gru", "swiglu")  # in the order of lights.h

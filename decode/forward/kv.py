@@ -189,3 +189,10 @@ def windowed(config: PreTrainedConfig) -> bool:
         return "sliding_attention" in kinds
     used = getattr(config, "use_sliding_window", True)
     return bool(used and getattr(config, "sliding_window", None))
+
+
+def laid(pool: KVPool) -> dict[str, int]:
+    """Where a pool's keys and values lie, and how far layers and rows are apart."""
+    keys, values = pool.keys_LBSHE, pool.values_LBSHE
+    steps = {"layer_step": keys.stride(0), "row_step": keys.stride(1)}
+    return {"keys": keys.data_ptr(), "values": values.data_ptr(), **steps}

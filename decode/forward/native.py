@@ -6,7 +6,7 @@ one thread, and of larger models on as many as torch has (`crew.h`). Where no co
 more tokens or other widths, `lean.py` and `lean_heads.py` go on as they are. It is compared with
 them before it is used.
 
-Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary.
+Shapes: B rows, N tokens, K of a chain, H hidden, V vocabulary, A query heads of E numbers.
 """
 
 import copy
@@ -22,7 +22,7 @@ from transformers.activations import SiLUActivation
 
 from draftsmith.decode.forward.compiled import library, place, pointer
 from draftsmith.decode.forward.compressed import STEP, compressed, follow
-from draftsmith.decode.forward.kv import KVPool, SlotCache
+from draftsmith.decode.forward.kv import KVPool, SlotCache, laid
 from draftsmith.decode.forward.product import ONEDNN, VocabHead, sides
 from draftsmith.models.taps import NORM, Tap
 
@@ -38,7 +38,7 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 LOGITS = ctypes.CFUNCTYPE(None, _P, _P, _P, _N, _P, _P)
 
 
-class Body(ctypes.Structure):
+class _Body(ctypes.Structure):
     _fields_ = [(n, _N) for n in ("layers", "hidden", "heads", "kv_heads", "width")]
     _fields_ += [(n, _P) for n in ("inner", "embedding", "norm", "cos", "sin")]
     _fields_ += [("epsilon", ctypes.c_double), ("scale", ctypes.c_double), ("layer", _P)]
@@ -101,7 +101,7 @@ class NativeBody:
         self.compressed = compressed(matrices)
         self.counted = [x.weight for x in self.compressed if not x.weight.is_inference()]
         self.versions: list[int] = []  # of these, none while forms are behind them
-        self._body = Body(
+        self._body = _Body(
             *(self.layers, self.hidden, heads, kv_heads, width, ctypes.addressof(self.inner)),
             *map(pointer, self.tensors),
             *(first.exit[1].epsilon, first.scale, ctypes.addressof(self.pointers)),
@@ -116,7 +116,7 @@ class NativeBody:
         return cls(body, made, front) if known and made.most() else None
 
     @property
-    def body(self) -> Body:
+    def body(self) -> _Body:
         """What C++ is given; weights that have been changed are followed."""
         versions = [weight._version for weight in self.counted]
         if versions != self.versions:
@@ -323,16 +323,33 @@ class ChainStart(NamedTuple):
     pending_B: Tensor | None = None
 
 
+def attends(query_BNAE: Tensor, pool: KVPool) -> bool:
+    """Whether `committed` is for such queries: where passes of as many tokens are in C++."""
+    fits = query_BNAE.dtype == pool.kv_2LBSHE.dtype == torch.bfloat16
+    fits = fits and query_BNAE.device.type == "cpu" and query_BNAE.shape[-1] in WIDTHS
+    if not fits or torch.get_num_threads() > 1 or (made := library()) is None:
+        return False
+    return query_BNAE.shape[:2].numel() <= int(made.most())
+
+
+def committed(query_BNAE: Tensor, pool: KVPool, layer: int, lens_B: Tensor, width: int) -> Tensor:
+    """What queries see in a layer's first `lens` slots of their rows, of which at most `width`:
+    [B, N, A, E].
+    """
+    query_BNAE, lens_B = query_BNAE.contiguous(), lens_B.contiguous()
+    rows, many, heads, E = query_BNAE.shape
+    body = _Body(heads=heads, kv_heads=pool.kv_2LBSHE.shape[4], width=E, scale=E**-0.5)
+    call = PassCall(rows, many, width, lens=pointer(lens_B), **laid(pool))
+    call.block = call.lens  # of no slots
+    out_BNAE = torch.empty_like(query_BNAE)
+    at = _N(layer), *map(place, (query_BNAE, out_BNAE))
+    library().attend(ctypes.byref(body), ctypes.byref(call), *at)
+    return out_BNAE
+
+
 def numbers_of(taps: Sequence[Tap]) -> Any:
     """As the C++ counts them."""
     return (_N * len(taps))(*(-1 if tap == NORM else int(tap) for tap in taps))
-
-
-def laid(pool: KVPool) -> dict[str, int]:
-    """Where a pool's keys and values lie, and how far layers and rows are apart."""
-    keys, values = pool.keys_LBSHE, pool.values_LBSHE
-    steps = {"layer_step": keys.stride(0), "row_step": keys.stride(1)}
-    return {"keys": keys.data_ptr(), "values": values.data_ptr(), **steps}
 
 
 def parts_of(layer: Any) -> Sequence[Tensor | None]:

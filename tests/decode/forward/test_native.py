@@ -14,7 +14,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftsmith.decode.forward import compiled, native, native_attention
+from draftsmith.decode.forward import compiled, native
 from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.models.taps import NORM
 
@@ -158,9 +158,9 @@ def test_attention_to_committed_slots(width: int) -> None:
     pool, lens_B = Runner(LlamaForCausalLM(config).bfloat16(), 120).pool(3, 200), [190, 17, 1]
     pool.kv_2LBSHE.normal_()
     query_BNAE = torch.randn(3, 2, 4, width, dtype=torch.bfloat16)
-    assert not native_attention.attends(query_BNAE.float(), pool)
-    assert not native_attention.attends(query_BNAE[..., :16], pool)
-    found = native_attention.committed(query_BNAE, pool, 1, torch.tensor(lens_B), 192)
+    assert not native.attends(query_BNAE.float(), pool)
+    assert not native.attends(query_BNAE[..., :16], pool)
+    found = native.committed(query_BNAE, pool, 1, torch.tensor(lens_B), 192)
     for row, many in enumerate(lens_B):
         keys, values = pool.kv_2LBSHE[:, 1, row, :many].float().repeat_interleave(2, 2)
         scores = torch.einsum("nae,sae->ans", query_BNAE[row].float(), keys) * width**-0.5
