@@ -3,8 +3,9 @@
     make gpu                 (CPU mode, toy shapes: make gpu GPU_FLAGS=device=cpu)
 
 Correctness (the tests marked gpu), the rounds of an 8B shape and their goals (steps.py), how the
-cost grows (cost.py), the bounded losses, a step of EAGLE-3 and of DFlash (eagle.py, blocks.py,
-where speculators is importable), distillation of 1B from 8B (gkd.py, beside TRL where that is).
+cost grows (cost.py), what a drafted token costs by its LM head (preview.py), the bounded losses, a
+step of EAGLE-3 and of DFlash (eagle.py, blocks.py, where speculators is importable), distillation
+of 1B from 8B (gkd.py, beside TRL where that is).
 What would run past the limit is skipped and named. Needs torch, transformers, accelerate, rich,
 pytest and triton; nothing is installed. Tables go to docs/results/gpu.*; a goal is met where the
 ratio reaches it.
@@ -80,11 +81,16 @@ def parts(settings: Gpu, folder: str) -> dict[str, tuple[list[str], float]]:
     blocks = ["--device", settings.device, "--out", folder]
     if toy:
         blocks += ["--hidden", "64", "--vocabulary", "512", "--anchors", "4", "--length", "64"]
+    sizes = "64 128 2 1 2 997" if toy else "4096 14336 32 8 32 128256"
+    names = ("hidden", "intermediate", "heads", "kv_heads", "layers", "vocab")
+    preview = [f"{name}={size}" for name, size in zip(names, sizes.split(), strict=True)]
+    preview += ["sizes=300", "ranks=32", "context=64", "turns=1"] if toy else ["ranks=256,512"]
     gkd = ["tiny=true", "pairs=1", "case=vocabulary 4k"] if toy else ["pairs=3"]
     return {
         "tests": (["-m", "pytest", "-q", "-x", "-m", "gpu", "tests/decode/test_gpu.py"], 0.3),
         "steps": ([str(here / "steps.py"), *common], 0.1 if toy else 0.6),
         "cost": ([str(here / "cost.py"), *common, *shapes], 0.2),
+        "preview": ([str(here / "preview.py"), *common, *preview], 0.15),
         "losses": ([str(here / "losses.py"), *losses], 0.2),
         "eagle": ([str(here / "eagle.py"), *eagle], 0.2),
         "blocks": ([str(here / "blocks.py"), *blocks], 0.2),

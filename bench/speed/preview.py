@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from draftsmith.bench.rows import about_run, markdown, source, write_table
+from draftsmith.bench.rows import about_run, lower, markdown, source, write_table
 from draftsmith.command import numbers, parse, run_command
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.forward.runner import Runner
 from draftsmith.decode.policies.timing import (
     chain_call,
+    draft_call,
     forward_call,
     least_times,
     recorded,
@@ -89,14 +90,17 @@ def measured(settings: Preview) -> list[dict[str, Any]]:
     calls = {"plain": forward_call(runner, length=1, **at)}
     for what, drafter in arms.items():
         twin = with_room(drafter, 1, settings.context + 2 * K)
-        calls[what] = chain_call(twin, chain_plan(K).fed, device=target.device, **at)
+        by = draft_call if drafter.native is None else chain_call
+        calls[what] = by(twin, chain_plan(K).fed, device=target.device, **at)
     seconds = least_times(recorded(calls, runner, arms["whole"]), target.device, settings.turns)
-    plain, size = seconds.pop("plain"), sum(p.numel() for p in target.parameters())
+    ms = {what: 1e3 * took / (1 if what == "plain" else K) for what, took in seconds.items()}
+    plain, size = ms.pop("plain"), sum(p.numel() for p in target.parameters())
     return [
-        {"what": what, "mb": arms[what].parameter_bytes / 1e6, "ms": 1e3 * took / K}
-        | {"plain_ms": 1e3 * plain, "c": took / K / plain, "parameters": size}
+        lower(what, "whole", [took], [ms["whole"]], "ms a drafted token")
+        | {"mb": arms[what].parameter_bytes / 1e6, "ms": took}
+        | {"plain_ms": plain, "c": took / plain, "parameters": size}
         | about_run()
-        for what, took in seconds.items()
+        for what, took in ms.items()
     ]
 
 
