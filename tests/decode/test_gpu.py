@@ -88,7 +88,7 @@ def test_a_graph_gives_the_tokens_of_the_calls_it_records(
 
 
 @pytest.mark.parametrize("mode", TREES)
-@pytest.mark.parametrize("kind", heads())
+@pytest.mark.parametrize("kind", [*heads(), "eagle1, a preview"])
 def test_heads_are_captured_and_change_no_answer(
     tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, kind: str, mode: str
 ) -> None:
@@ -97,8 +97,11 @@ def test_heads_are_captured_and_change_no_answer(
     vocab, params = len(tiny_tokenizer), SamplingParams(1.0, max_new_tokens=64, ignore_eos=True)
     target = _there(tiny_target)
     plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
+    kind, _, preview = kind.partition(", ")
     head = made(kind, tiny_target, **({"prefixed": True} if kind == "hydra" else {}))
     drafter = drafter_of(head.to(DEVICE), target, vocab)
+    if preview:
+        drafter.per_node.foretell(16)
     answers = []
     for record in (None, lambda run: run):
         settings = TREES[mode] | ({"K": 3} if mode != "dynamic" else {})
