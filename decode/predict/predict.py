@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 
 from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.engine.memory import GIB
-from draftsmith.decode.forward.product import Product
+from draftsmith.decode.forward.product import BEST, Product
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, kept_shares, taus, tree_tau
 from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, least_times
@@ -80,11 +80,17 @@ class Prediction:
     report: str = ""  # a report.json of a chain: of its drafter's kind
     trace: str = ""  # a folder of `trace`, with every=true: of its drafter's kind
     results: str = ""  # rows of `draftsmith scaling`, for the draft LM
+    preview: int = 0  # rank of previews of heads' LM heads (docs/methods/preview.md); 0: none
     measure: bool = False  # measure this machine, in place of gpu
     out: str = ""  # a JSON file of the rows
 
     def __post_init__(self) -> None:
-        check_least(self, context=1)
+        check_least(self, context=1, preview=0)
+        if self.preview and self.measure:
+            raise ValueError(
+                f"got preview={self.preview} with measure=true, whose drafters have none; leave "
+                "one out"
+            )
         self.rows = numbers("batch_size", self.batch_size, int, least=1)
         if wrong := [kind for kind in self.chances if kind not in KINDS]:
             raise ValueError(unknown("kind", wrong[0], KINDS))
@@ -161,7 +167,8 @@ def main(argv: list[str]) -> None:
         draft = own_draft(said) or propose(config, least, law, machine)[1][0]
     except ValueError:  # too small a target for one, or of a family that has none
         draft = None
-    kinds = kinds_of(target, config.vocab_size, draft.work if draft else None, exits)
+    work = draft.work if draft else None
+    kinds = kinds_of(target, config.vocab_size, work, exits, settings.preview)
     chances = ASSUMED | ({"draft": draft.alpha} if draft else {}) | settings.chances
     known = {kind: extended([chance], LONGEST) for kind, chance in chances.items()}
     known |= read_chances(settings, said)
@@ -214,21 +221,34 @@ def cells(row: dict[str, Any], most: int, which: str) -> list[str]:
     return [row["kind"], kept, *map(str, row["best"].values()), told]
 
 
-def kinds_of(target: Draft, vocab: int, draft: Pass | None, exits: int) -> dict[str, Drafting]:
+def kinds_of(
+    target: Draft, vocab: int, draft: Pass | None, exits: int, preview: int = 0
+) -> dict[str, Drafting]:
     """What each kind costs beside a target of this shape; draft: the draft LM's pass, if there is
-    one; exits: the target's layers that draft for it.
+    one; exits: the target's layers that draft for it; preview: the rank of LM heads' that are read
+    for each node.
     """
     table, square = 2 * target.hidden * vocab, 2 * target.hidden**2
     one = Pass(1, (target.weights - table) / target.layers, target.kv / target.layers)
     fused = one._replace(weights=one.weights + 3 * square)  # with what joins the taps
-    few = 2 * target.hidden * min(vocab, LIST)
+
+    def read(rows: int) -> float:
+        """Bytes of an LM head, for one state."""
+        if not preview:
+            return 2 * target.hidden * rows
+        return 2 * (preview * (rows + target.hidden) + 2 * BEST * target.hidden)
+
     return {
         **({"draft": Drafting(each=draft)} if draft else {}),
         "medusa": Drafting(once=Pass(1, 0.0), level=square + table),
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
-        "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
+        "eagle3": Drafting(
+            once=fused, each=one._replace(weights=one.weights + read(min(vocab, LIST)))
+        ),
         # A node's layer reads the trunk's row beside its token, by a map of both.
-        "block": Drafting(once=fused, each=one._replace(weights=one.weights + 2 * square + table)),
+        "block": Drafting(
+            once=fused, each=one._replace(weights=one.weights + 2 * square + read(vocab))
+        ),
         "ngram": Drafting(host=HOST["ngram"], trees=False),
         "suffix": Drafting(host=HOST["suffix"]),
         "exit": Drafting(

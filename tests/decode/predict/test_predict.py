@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from draftsmith.bench.evidence import predicted
+from draftsmith.decode.forward.product import BEST
 from draftsmith.decode.policies.foretold import SIBLING, extended, taus, tree_tau
 from draftsmith.decode.predict import predict
 from draftsmith.decode.predict.draft_sizes import Draft
@@ -84,6 +85,19 @@ def test_the_best_way_and_where_it_stops_paying() -> None:
     assert paying_rows(lambda n: ways[n >= 23], 4096) == (23, 4096)
     assert paying_rows(lambda n: ways[True], 64) == (1, 64)
     assert paying_rows(lambda n: ways[False], 64) == (0, 0)
+
+
+def test_a_preview_is_read_for_each_node() -> None:
+    shape = Draft(32, 4096, 32, 8, 1, 8 * 10**9, 7 * 10**9, weights=16 * 10**9, kv=0)
+    whole, fewer = (predict.kinds_of(shape, 150_000, None, 8, rank) for rank in (0, 512))
+    read = 2 * (512 * (150_000 + 4096) + 2 * BEST * 4096)
+    saved = whole["block"].each.weights - fewer["block"].each.weights
+    assert saved == pytest.approx(2 * 4096 * 150_000 - read)
+    assert whole["block"].once == fewer["block"].once and whole["hydra"] == fewer["hydra"]
+    saved = whole["eagle3"].each.weights - fewer["eagle3"].each.weights
+    assert saved == pytest.approx(2 * 3584 * 32_000 - 2 * (512 + 2 * BEST) * 4096)
+    with pytest.raises(ValueError, match="got preview=512 with measure=true"):
+        predict.Prediction("", preview=512, measure=True)
 
 
 def test_what_is_known_of_acceptance_counts(
