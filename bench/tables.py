@@ -342,6 +342,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # the last step is the table's own
     "heads": (*GIVEN, "heads"),
     "judge": ("judge-target", "judge-draft", "judge"),
     "load": (*GIVEN, "ours-alone", "load"),
+    "preview": ("preview",),
     "served": (*GIVEN, "ours-alone", "served"),
     "long-context": (
         *("target", "longer", "long-target", "long-moved", "long-unmoved"),

@@ -26,7 +26,8 @@ BENCHES = {
     if (found := re.search(r"^    run_command\(main, (\w+)\)", path.read_text(), re.MULTILINE))
 }
 SELF_SUFFICIENT = {"bench/speed/losses.py", "bench/speed/ranks.py"}
-SELF_SUFFICIENT |= {"bench/evidence/long_context.py"}  # a random target
+# Of random targets.
+SELF_SUFFICIENT |= {"bench/evidence/long_context.py", "bench/speed/preview.py"}
 
 
 def module_of(path: str) -> Any:
