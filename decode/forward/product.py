@@ -267,9 +267,8 @@ class VocabHead(Product):
         """With the exact logits of these tokens, of those that are drafted."""
         old_XM, rows_XM = logits_XV.gather(-1, ids_XM), ids_XM
         if self.ids_D is not None:
-            rows_XM = torch.searchsorted(self.ids_D, ids_XM.contiguous()).clamp(
-                max=len(self.ids_D) - 1
-            )
+            rows_XM = torch.searchsorted(self.ids_D, ids_XM.contiguous())
+            rows_XM = rows_XM.clamp(max=len(self.ids_D) - 1)
         exact_TM = self._read(states_XH.flatten(0, -2), rows_XM.flatten(0, -2))
         new_XM = exact_TM.view_as(old_XM).masked_fill(old_XM.isneginf(), -torch.inf)
         return logits_XV.scatter(-1, ids_XM, new_XM)
