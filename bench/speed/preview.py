@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 
 from draftsmith.bench.rows import about_run, lower, markdown, source, write_table
 from draftsmith.command import numbers, parse, run_command
@@ -30,6 +30,7 @@ from draftsmith.decode.policies.timing import (
     recorded,
     with_room,
 )
+from draftsmith.decode.predict.draft_sizes import random_model
 from draftsmith.decode.tree_shapes import chain_plan
 from draftsmith.models.heads.block import Block, BlockConfig
 from draftsmith.models.layers.layer import layer_like
@@ -74,9 +75,18 @@ def main(argv: list[str]) -> None:
 
 def measured(settings: Preview) -> list[dict[str, Any]]:
     """A row for each form of the LM head, the whole one first."""
-    target = random_target(settings)
-    runner = Runner(target, settings.vocab)
+    shape = LlamaConfig(
+        vocab_size=settings.vocab,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
+    target = random_model(shape, torch.device(settings.device))
+    runner = Runner(target, settings.vocab)
     config = BlockConfig(layer_like(target, 1), (1, 2), K, light="layer")
     head = Block(config).init_from(target).requires_grad_(False).to(target.device, target.dtype)
     arms = {"whole": BlockDrafter(head, target, settings.vocab)}
@@ -110,23 +120,6 @@ def measured(settings: Preview) -> list[dict[str, Any]]:
         | about_run()
         for what, took in ms.items()
     ]
-
-
-def random_target(settings: Preview) -> PreTrainedModel:
-    """Of that shape, its embeddings its LM head, in bf16."""
-    config = LlamaConfig(
-        vocab_size=settings.vocab,
-        hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads,
-        num_key_value_heads=settings.kv_heads,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    with torch.device(settings.device):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return made.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

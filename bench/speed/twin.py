@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
             compare(name, drafted(head, small, ids_BT, vocab), drafted(wide, large, ids_BT, vocab))
             wide.to(kept)
             more = settings.hidden // sizes.hidden_size
-            defaults |= {"preview": defaults["preview"] and more * defaults["preview"]}
+            defaults = defaults | {"preview": defaults["preview"] and more * defaults["preview"]}
         save_drafter(
             out / Path(name).parent.name,
             kind=folder.kind,

@@ -183,6 +183,13 @@ class Preview:
         self.native = _Preview(*at, rank, BEST)
 
 
+def numbers_read(rows: int, hidden: int, rank: int) -> int:
+    """For one state, of an LM head of this size with a preview of a rank (0: none): both maps, and
+    about twice BEST rows.
+    """
+    return rank * (rows + hidden) + min(2 * BEST, rows) * hidden if rank else rows * hidden
+
+
 class VocabHead(Product):
     """An LM head whose logits are in the order of the tokenizer's `size` tokens. rows_DH, bias_D:
     of the tokens ids_D in ascending order (None: of the first D); beyond `size` lies padding.
@@ -220,11 +227,11 @@ class VocabHead(Product):
 
     @property
     def bytes_read(self) -> int:
-        """Of its weights, for one state; beside a preview of about twice BEST rows."""
-        if (seen := self.preview) is None:
+        """Of its weights, for one state."""
+        if self.preview is None:
             return self.weight.nbytes
-        rows = self.weight[: 2 * BEST]
-        return seen.down.weight.nbytes + seen.up.weight.nbytes + rows.nbytes
+        rows, hidden = self.weight.shape
+        return self.weight.itemsize * numbers_read(rows, hidden, self.preview.native.rank)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] fp32 of states [..., H]; -inf for tokens that have no row."""

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 
 from draftsmith.command import check_least, numbers, parse, unknown
 from draftsmith.decode.engine.memory import GIB
-from draftsmith.decode.forward.product import BEST, Product
+from draftsmith.decode.forward.product import Product, numbers_read
 from draftsmith.decode.forward.size import available
 from draftsmith.decode.policies.foretold import extended, kept_shares, taus, tree_tau
 from draftsmith.decode.policies.timing import LEAST, forward_call, graphed, least_times
@@ -231,24 +231,15 @@ def kinds_of(
     table, square = 2 * target.hidden * vocab, 2 * target.hidden**2
     one = Pass(1, (target.weights - table) / target.layers, target.kv / target.layers)
     fused = one._replace(weights=one.weights + 3 * square)  # with what joins the taps
-
-    def read(rows: int) -> float:
-        """Bytes of an LM head, for one state."""
-        if not preview:
-            return 2 * target.hidden * rows
-        return 2 * (preview * (rows + target.hidden) + 2 * BEST * target.hidden)
-
+    sizes = min(vocab, LIST), vocab
+    few, every = (2 * numbers_read(rows, target.hidden, preview) for rows in sizes)
     return {
         **({"draft": Drafting(each=draft)} if draft else {}),
         "medusa": Drafting(once=Pass(1, 0.0), level=square + table),
         "hydra": Drafting(each=Pass(1, 3 * square + table)),
-        "eagle3": Drafting(
-            once=fused, each=one._replace(weights=one.weights + read(min(vocab, LIST)))
-        ),
+        "eagle3": Drafting(once=fused, each=one._replace(weights=one.weights + few)),
         # A node's layer reads the trunk's row beside its token, by a map of both.
-        "block": Drafting(
-            once=fused, each=one._replace(weights=one.weights + 2 * square + read(vocab))
-        ),
+        "block": Drafting(once=fused, each=one._replace(weights=one.weights + 2 * square + every)),
         "ngram": Drafting(host=HOST["ngram"], trees=False),
         "suffix": Drafting(host=HOST["suffix"]),
         "exit": Drafting(
