@@ -1,6 +1,7 @@
 """Standalone draft LMs: shrunk from the target's configuration, or read from a checkpoint."""
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def load_draft(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     Raises ValueError as `read_lm.load_lm` does; tensors that the model doesn't know are refused.
     """
     return load_lm(path, dtype=dtype, allow_unknown=False)
+
+
+def mask_token(config: Mapping[str, Any]) -> int | None:
+    """MASK, the token that stands for one not known yet in a draft LM that drafts several in a
+    pass, by a config that names it as PARD or as vLLM does; None for any other.
+    """
+    found = (config.get(name) for name in ("pard_token", "ptd_token_id"))
+    return next((int(token) for token in found if token is not None and token >= 0), None)
+
+
+def pard_levels(config: Mapping[str, Any]) -> int:
+    """How many tokens such a draft LM drafts in a pass, PARD's `para_num`; its own 8 where that
+    isn't said.
+    """
+    return int(config.get("para_num", 8))
 
 
 def recast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -12,7 +12,8 @@ transform (vocabulary cut, temperature, top-k, top-p). w is 1, or chosen by `tok
 ground truth, or the target's own answers (of train/prepare.py; with loss=ce that is sequence-level
 distillation); at a share `on_policy` (lambda) of the steps the draft writes the answers itself, and
 no gradient goes through its sampling. `head.weight` trains an acceptance head along:
-train/scoring/joint.py.
+train/scoring/joint.py; `pard.levels` a draft that drafts several tokens in a pass:
+train/tuning/pard.py.
 
 Where this differs from DistillSpec:
 1. The mean is over all trained tokens of the step, not within each sequence first.
@@ -50,6 +51,7 @@ from draftsmith.train.teachers.states import Cache
 from draftsmith.train.teachers.teachers import Teacher, open_teacher
 from draftsmith.train.text import on_policy
 from draftsmith.train.text.on_policy import OnPolicyText, Snapshot, Text
+from draftsmith.train.tuning.pard import Pard, PardDistillation, masked
 
 
 @dataclass(kw_only=True)
@@ -67,6 +69,7 @@ class DistillConfig(Settings):
     on_policy: OnPolicyText = field(default_factory=OnPolicyText)
     loss: Losses = field(default_factory=Losses)
     tokens: Weighting = field(default_factory=Weighting)
+    pard: Pard = field(default_factory=Pard)
     temperature: float = 1.0  # of the comparison, and of the held-out measures
     top_k: int = 0
     top_p: float = 1.0
@@ -95,6 +98,8 @@ def main(argv: list[str]) -> None:
     target, tokenizer = open_target(config, accelerator)
     begins = (config.draft, config.lora, config.allow_target_mismatch)
     draft = open_draft(*begins, target, tokenizer, config.seed)
+    if config.pard.levels:
+        draft = masked(draft, tokenizer, config.pard)
     snapshot = Snapshot(draft, target.dtype)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable({"use_reentrant": False})
@@ -144,7 +149,10 @@ def make_objective(
     head = open_head(config.head, draft.config.hidden_size, teacher, config.warp, config.seed)
     given = (draft, teacher, stages(config.loss, config.steps))
     how: Any = {"warp": config.warp, "weighting": config.tokens, "reference": reference}
-    return Distillation(*given, vocab_size=vocab_size(tokenizer), head=head, **how)
+    how |= {"vocab_size": vocab_size(tokenizer), "head": head}
+    if config.pard.levels:
+        return PardDistillation(config.pard, *given, **how)
+    return Distillation(*given, **how)
 
 
 def shrunk(config: DistillConfig) -> DistillConfig:

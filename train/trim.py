@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.command import check_least, numbers, parse
-from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.pard import lm_drafter
 from draftsmith.decode.drafters.load import (
     drafter_in,
     drafter_of,
@@ -204,7 +205,7 @@ def trimmed(
     """
     (vocab, rank), made = how, drafter
     if isinstance(drafter, LMDrafter):
-        made = LMDrafter(drafter.runner.model, tokens, None if vocab.is_full else vocab)
+        made = lm_drafter(drafter.runner.model, tokens, None if vocab.is_full else vocab)
     else:
         made = drafter_of(trimmed_head(drafter.head, vocab), target, tokens)
     if rank is not None:

@@ -30,7 +30,7 @@ from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, write_table
 from draftsmith.bench.speed.workers import train
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.prompts.prompts import load_prompts
 from draftsmith.decode.prompts.splits import load_rows
 from draftsmith.decode.sampling import SamplingParams

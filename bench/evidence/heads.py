@@ -111,7 +111,8 @@ def trained_and_measured(
             assert drafter is not None
             about = {"what": what, "target": settings.target, "data": settings.data, "seed": seed}
             about |= trained_by(settings, what, seed) | about_run()
-            about |= {"parameters": sum(p.numel() for p in drafter.head.parameters())}
+            model = getattr(drafter, "head", None) or drafter.runner.model
+            about |= {"parameters": sum(p.numel() for p in model.parameters())}
             arms = trees(settings, drafter.levels, seed)
             found = measured(settings, arms, target, tokenizer, drafter, prompts)
             kept.write_text(json.dumps([about | row for row in found]))

@@ -25,7 +25,11 @@ NODES = (5, 8, 16, 32)
 BLOCK = ("blocks", "block/gsm8k")
 PUBLISHED = (*BLOCK, "head.layers=2", "head.taps=[2,4,6]", "head.rank=64", "head.last=false")
 PUBLISHED += ("anchors.state=0",)
+SIZES = "hidden: 384, heads: 6, kv_heads: 3, intermediate: 1024"
+LAYERS = f"draft={{path: '', init: target, layers: 4, {SIZES}}}"
 KINDS: Kinds = {
+    "draft LM": ("distill", "gsm8k/distill", LAYERS),
+    "draft LM, one pass": ("distill", "pard/gsm8k", LAYERS, "pard.levels=5"),
     "eagle3": ("eagle", "eagle3/gsm8k", "head.draft_vocab=0", "unroll.steps=5"),
     "peagle": ("eagle", "peagle/gsm8k", "head.draft_vocab=0", "head.layers=2"),
     "mixture": ("eagle", "mixture/gsm8k"),

@@ -20,7 +20,7 @@ import torch
 from draftsmith.bench.reproduce import need
 from draftsmith.bench.rows import about_run, markdown, source, write_table
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import acceptance_by_position, block_efficiency

@@ -36,7 +36,7 @@ from draftsmith.bench.speed.arms import (
     tau,
 )
 from draftsmith.command import parse, run_command
-from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.lm import LMDrafter, weights_read
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion
 from draftsmith.decode.forward.attention import available

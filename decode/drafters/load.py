@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
+from draftsmith.decode.draft_lms.ahead import AheadDrafter
+from draftsmith.decode.draft_lms.easy import EasyDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
+from draftsmith.decode.draft_lms.pard import lm_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.forward.product import lay_side_by_side
 from draftsmith.decode.parallel.followers import lead
@@ -190,7 +193,7 @@ def drafter_in(
     """
     drafter: Drafter
     if folder.kind == "lm":
-        drafter = LMDrafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
+        drafter = lm_drafter(draft_lm(folder, target), vocab_size(tokenizer), folder.vocab)
     else:
         head = folder.head().requires_grad_(False).to(target.device, target.dtype)
         lay_side_by_side(head)

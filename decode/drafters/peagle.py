@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
+from draftsmith.decode.drafting.base import Feed, Round
+from draftsmith.decode.drafting.grow_tree import by_depth
 from draftsmith.decode.forward.attention import Seen
 from draftsmith.models.heads.peagle import PEagle
 
@@ -24,16 +25,7 @@ class PEagleDrafter(EagleDrafter):
     one_pass, each = True, False
 
     def feed(self, request: Round) -> Feed:
-        drafted = Fed(self.state_BH, self.state_BH)
-
-        def feed(frontier: Frontier) -> Fed:
-            nonlocal drafted
-            if frontier.depth == 0:  # the LM head is read once for all levels
-                drafted = self.first(self._rows(request))
-            like = (-1, frontier.tokens_BF.shape[1], -1)
-            return Fed(*(x_BLX[:, frontier.depth, None].expand(like) for x_BLX in drafted))
-
-        return feed
+        return by_depth(lambda: self.first(self._rows(request)))
 
     def _rows(self, request: Round) -> Tensor:
         """Outputs of all levels, [B, L, H]; none changes those above it, so no more are made."""

@@ -71,6 +71,19 @@ def corrected(request: Round, feed: Feed, head: VocabHead | None) -> Feed:
     return fed
 
 
+def by_depth(made: Callable[[], Fed]) -> Feed:
+    """What feeds nodes that share one law a depth: the first call makes all of them [B, K, ...]."""
+    drafted: list[Fed] = []
+
+    def feed(frontier: Frontier) -> Fed:
+        if frontier.depth == 0:
+            drafted.append(made())
+        like = (-1, frontier.tokens_BF.shape[1], -1)
+        return Fed(*(x_BKX[:, frontier.depth, None].expand(like) for x_BKX in drafted[-1]))
+
+    return feed
+
+
 def at_once(request: Round, native: NativeBody | None, head: VocabHead) -> NativeBody | None:
     """What drafts all of a round in one call, if there is such a thing, and the round asks for a
     `best_chain`.

@@ -161,6 +161,82 @@ static void tell(const Chain &c, const std::vector<bf16> &read, int64_t k, int64
     for (int64_t b = 0; b < B; b++) made[b * levels + k] = chosen(c, &logits[b * c.size], b, k, best);
 }
 
+// Chains of which the LM head reads the states of all places [B, K, H] at once.
+static void tell_all(const Chain &how, Round *r, const bf16 *read, int64_t K, int64_t H) {
+    int64_t B = r->rows;
+    std::vector<int64_t> from(B), made(B * K);
+    Chain c = now(how, *r, from);
+    std::vector<bf16> logits(B * K * c.size);
+    product(c.head, c.bias, read, logits.data(), B * K, H, c.size, c.size);
+    float best;
+    for (int64_t i = 0; i < B * K; i++) made[i] = chosen(c, &logits[i * c.size], i / K, i % K, best);
+    r->draft(made.data(), K, K);
+}
+
+// A draft LM that drafts a round's tokens in one pass, by MASKs behind the pending one. Of a row's last tokens
+// `tail` [B, W] so many are `unfed`, the pending one among them; none of them, once it has `drafted`.
+struct Pard {
+    Draft draft;
+    int64_t mask, wide, *unfed;
+    uint8_t drafted;
+
+    // What waits of each row.
+    std::vector<std::vector<int64_t>> waiting(int64_t rows) const {
+        std::vector<std::vector<int64_t>> found;
+        for (int64_t b = 0; b < rows; b++) {
+            const int64_t *end = draft.tail + (b + 1) * wide;
+            found.emplace_back(end - (drafted ? 0 : unfed[b]), end);
+        }
+        return found;
+    }
+};
+// Such tokens of rows, of which `lens` came before, go through the body, and MASKs behind them until there
+// are so many more than the longest has. The states [B, K, H] from each row's last token on.
+static std::vector<bf16> fed_behind(const Pard &d, const std::vector<std::vector<int64_t>> &rows,
+                                    const std::vector<int64_t> &lens, int64_t masks) {
+    int64_t B = rows.size(), H = d.draft.body->hidden, K = 1 + masks, n = 0;
+    for (const auto &row : rows) n = std::max(n, int64_t(row.size()) + masks);
+    std::vector<int64_t> tokens(B * n, d.mask);
+    for (int64_t b = 0; b < B; b++) std::copy(rows[b].begin(), rows[b].end(), &tokens[b * n]);
+    std::vector<bf16> states((d.draft.body->layers + 1) * n * B * H), out(n * B * H), made(B * K * H);
+    Places places(*d.draft.chain, B, n, lens.data());
+    Pass p = places.of(*d.draft.pass, B, lens.data(), states, out);
+    p.tokens = tokens.data();
+    body(d.draft.body, &p);
+    for (int64_t b = 0; b < B; b++)
+        if (int64_t own = rows[b].size())
+            memcpy(&made[b * K * H], &out[(b * n + own - 1) * H], K * H * sizeof(bf16));
+    return made;
+}
+extern "C" void draft_pard(Pard *d, Round *r) {
+    int64_t K = r->nodes - 1;
+    std::vector<int64_t> lens(r->lens, r->lens + r->rows);
+    for (int64_t b = 0; b < r->rows; b++) lens[b] += 1 - d->unfed[b];
+    std::vector<bf16> read = fed_behind(*d, d->waiting(r->rows), lens, K - 1);
+    d->drafted = 1;
+    tell_all(*d->draft.chain, r, read.data(), K, d->draft.body->hidden);
+}
+// Of more than may wait all but the pending one are fed at once.
+extern "C" void told_pard(Pard *d, Round *r) {
+    int64_t B = r->rows, most = 0;
+    std::vector<std::vector<int64_t>> waits = d->waiting(B);
+    std::vector<int64_t> lens(r->before, r->before + B);
+    for (int64_t b = 0; b < B; b++) {
+        lens[b] += 1 - int64_t(waits[b].size());
+        waits[b].insert(waits[b].end(), r->told(b), r->told(b) + r->emitted(b));
+        most = std::max(most, int64_t(waits[b].size()));
+        int64_t n = std::min(r->emitted(b), d->wide), *tail = d->draft.tail + b * d->wide;
+        std::copy(tail + n, tail + d->wide, tail);
+        std::copy(waits[b].end() - n, waits[b].end(), tail + d->wide - n);
+        if (n) d->unfed[b] = waits[b].size();
+    }
+    d->drafted = 0;
+    if (most <= d->wide) return;
+    for (auto &row : waits) row.resize(row.empty() ? 0 : row.size() - 1);
+    fed_behind(*d, waits, lens, 0);
+    for (int64_t b = 0; b < B; b++) d->unfed[b] = 1;
+}
+
 // A block drafter in such rounds. head: the light head's layers, if it has any, and what the taps
 // become the context by; trunk: its layers and the light head's, of which the first `layers` are run
 // over a block. Of its `rows`, which all see each other (0: as few as do, which see those before), the first
@@ -203,27 +279,29 @@ extern "C" void draft_one_pass(const OnePass *h, Round *r) {
         return;
     }
     const Light *l = h->light;
-    bool deep = l && !l->after;  // whose logits are each token's own
-    std::vector<int64_t> from(B), made(B * K), last(r->pending, r->pending + B);
-    Chain c = now(*d.chain, *r, from);
-    std::vector<bf16> rows(B * K * H), read(B * K * H), logits(deep ? 0 : B * K * c.size), state(B * H);
-    std::vector<bf16> carried(l ? B * l->width : 0), low, adds(l && !deep ? B * c.size : 0);
+    std::vector<bf16> rows(B * K * H), read(B * K * H), state(B * H);
     for (int64_t i = 0; i < B * K; i++) {
         memcpy(&rows[i * H], drafting + (i / K * n + i % K) * H, H * sizeof(bf16));
         normed(&rows[i * H], b.norm, &read[i * H], H, b.epsilon);
     }
+    if (!l) return tell_all(*d.chain, r, read.data(), K, H);
+    bool deep = !l->after;  // whose logits are each token's own
+    std::vector<int64_t> from(B), made(B * K), last(r->pending, r->pending + B);
+    Chain c = now(*d.chain, *r, from);
+    std::vector<bf16> logits(deep ? 0 : B * K * c.size), carried(B * l->width), low;
+    std::vector<bf16> adds(deep ? 0 : B * c.size);
     if (!deep) product(c.head, c.bias, read.data(), logits.data(), B * K, H, c.size, c.size);
     for (int64_t k = 0; k < K; k++) {
-        for (int64_t i = 0; l && i < B; i++)
+        for (int64_t i = 0; i < B; i++)
             memcpy(&state[i * H], &(deep ? rows : read)[(i * K + k) * H], H * sizeof(bf16));
-        if (l) low = lit(*l, b, h->embedding, last.data(), state, carried);
+        low = lit(*l, b, h->embedding, last.data(), state, carried);
         for (int64_t i = 0; deep && i < B; i++) normed(&low[i * H], b.norm, &low[i * H], H, b.epsilon);
         if (deep) tell(c, low, k, K, made);
-        if (l && !deep) product(l->after, nullptr, low.data(), adds.data(), B, l->rank, c.size, c.size);
+        if (!deep) product(l->after, nullptr, low.data(), adds.data(), B, l->rank, c.size, c.size);
         float best;
         for (int64_t i = 0; !deep && i < B; i++) {
-            const bf16 *own = &logits[(i * K + k) * c.size], *more = l ? &adds[i * c.size] : nullptr;
-            made[i * K + k] = chosen(c, own, i, k, best, nullptr, more);
+            const bf16 *own = &logits[(i * K + k) * c.size];
+            made[i * K + k] = chosen(c, own, i, k, best, nullptr, &adds[i * c.size]);
         }
         for (int64_t i = 0; i < B; i++) last[i] = made[i * K + k];
     }

@@ -35,6 +35,11 @@ class _Draft(ctypes.Structure):
     _fields_ = [(n, _P) for n in ("body", "pass_", "chain", "tail")]
 
 
+class _Pard(ctypes.Structure):
+    _fields_ = [("draft", _Draft), ("mask", _N), ("wide", _N), ("unfed", _P)]
+    _fields_ += [("drafted", ctypes.c_uint8)]
+
+
 class _Head(ctypes.Structure):
     _fields_ = [("draft", _Draft), *((n, _P) for n in ("of_all", "of_taps", "fuse", "bias"))]
     _fields_ += [("wide", _N), ("state", _P)]
@@ -129,6 +134,21 @@ def lm_rounds(native: NativeBody, drawn: Draws, tail_B2: Tensor | None) -> InRou
     held, parts = _parts(native, drawn)
     draft, made = _Draft(*parts, pointer(tail_B2)), native.made
     return called(draft, held, made.draft_lm, None if tail_B2 is None else made.told_lm)
+
+
+def pard_rounds(
+    native: NativeBody, drawn: Draws, mask: int, tail_BW: Tensor, unfed_B: Tensor
+) -> InRounds | None:
+    """Of a draft LM with MASKs. tail_BW: each row's last tokens, and unfed_B how many of them wait,
+    which the call keeps up. None where its LM head's product isn't C++'s.
+    """
+    if not native.reads_out(drawn.head):
+        return None
+    held, parts = _parts(native, drawn)
+    waits = mask, tail_BW.shape[1], pointer(unfed_B)
+    made = native.made
+    pard = _Pard(_Draft(*parts, pointer(tail_BW)), *waits)
+    return called(pard, held, made.draft_pard, made.told_pard)
 
 
 def head_rounds(

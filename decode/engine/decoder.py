@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.drafting.base import ANY_DEPTH, Drafter, shape_of
 from draftsmith.decode.drafting.owed import STATES, Owed

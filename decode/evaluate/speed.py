@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.evaluate.arms import Arm, Arms, Evaluation, Loaded
 from draftsmith.decode.policies.timing import isolated_times

@@ -32,7 +32,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.command import check_least, parse
-from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
 from draftsmith.decode.drafters.load import load_decoded, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from draftsmith.command import check_least, parse
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion

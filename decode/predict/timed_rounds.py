@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder

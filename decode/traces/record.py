@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftsmith.command import check_one_of, parse
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Recorder

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from draftsmith.models.disk.read_lm import load_config, read_json, save_tensors, write_json
+from draftsmith.models.draft_lm import mask_token
 from draftsmith.models.fingerprint import fingerprint
 from draftsmith.models.folder.drafter_folder import META, open_drafter, read_meta
 from draftsmith.models.folder.tensors import outline
@@ -31,6 +32,7 @@ from draftsmith.models.vocab import FILE
 LAYOUTS = ("sglang", "vllm", "speculators", "tgi", "gguf")
 LM = {"vllm": "draft_model", "sglang": "STANDALONE", "transformers": "", "gguf": "draft-simple"}
 LM |= {"tensorrt": "DraftTarget", "mlx": "", "lmstudio": ""}
+PASSES = {"vllm": "draft_model", "tensorrt": "PARD"}  # draft LMs with a MASK, by their names for it
 READS = {"gguf": CONVERTED, "mlx": CONVERTED, "tensorrt": TAKES}
 # Layouts that are no kind of head of ours.
 OTHERS = {
@@ -118,7 +120,8 @@ def export(drafter: str, target: str, to: str, out: str, converter: str = "") ->
         save_tensors(folder / made.file, made.tensors)
         for file, content in made.beside.items():
             torch.save(content, folder / file)
-    return launch(to, stacks[to].method, folder, target, K)
+    config = read_json(opened.path / "config.json") if kind == "lm" else {}
+    return launch(to, stacks[to].method, folder, target, K, mask=mask_token(config))
 
 
 def serve_line(
@@ -154,9 +157,12 @@ def serve_line(
         to = STACKS[stack].layout or stack
         out = folder if reads.ours else folder.with_name(f"{folder.name}-{to}")
         first = "" if reads.ours else f"{export} to={to} out={shlex.quote(str(out))} && "
-        lines.append(first + launch(stack, reads.method, out, target, K, rates))
+        lines.append(first + launch(stack, reads.method, out, target, K, rates, mask_token(config)))
     if rates:
         return "\n".join(line for line in lines if not line.startswith("#"))
+    if mask_token(config) is not None:
+        ahead = " and ".join(STACKS[stack].name for stack in PASSES)
+        lines.append(f"# {ahead} draft a round in one pass of it, the others token by token")
     without = [STACKS[stack].name for stack in ("vllm", "sglang") if stack not in stacks]
     lines += [f"# not for {' and '.join(without)}: they load no such head"] if without else []
     return "\n".join([*lines, *_notes(here, meta)])
@@ -169,17 +175,27 @@ def served_K(meta: dict[str, Any]) -> int:
 
 
 def launch(
-    stack: str, method: str, folder: Path, target: str, K: int, rates: Sequence[float] = ()
+    stack: str,
+    method: str,
+    folder: Path,
+    target: str,
+    K: int,
+    rates: Sequence[float] = (),
+    mask: int | None = None,
 ) -> str:
     """The command for a folder that the stack reads, after what makes its own file of that; vLLM
-    would guess the method from the path. rates: see `serve_line`.
+    would guess the method from the path. rates: see `serve_line`; mask: MASK of a draft LM
+    that drafts a round in one pass.
     """
     about = STACKS[stack]
     options: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": K}
+    if mask is not None:
+        options, method = options | {"parallel_drafting": True}, PASSES.get(stack, method)
     if rates:
         options |= {"rejection_sample_method": "synthetic"}
         options |= {"synthetic_acceptance_rates": list(rates)}
     draft = {"decoding_type": method, "max_draft_len": K, "speculative_model": str(folder)}
+    draft |= {} if mask is None else {"mask_token_id": mask}
     yaml: dict[str, Any] = {"speculative_config": draft}
     yaml |= {"disable_overlap_scheduler": True} if method in NO_OVERLAP else {}
     made = folder.with_name(folder.name.removesuffix(about.makes) + about.makes)

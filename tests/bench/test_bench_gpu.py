@@ -11,7 +11,7 @@ import torch
 from forked import run
 
 from draftsmith.bench.speed import device
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import block_efficiency
 from draftsmith.decode.sampling import SamplingParams

@@ -18,7 +18,7 @@ from transformers import (
 )
 from truths import PROMPTS, SETTINGS
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
 from draftsmith.decode.forward.runner import Runner

@@ -7,7 +7,7 @@ from rounds import MODES, started
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from draftsmith.decode import __main__ as evaluation
-from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.lm import LMDrafter, weights_read
 from draftsmith.decode.drafters.load import load_decoded
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.forward import compiled

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.recorder import Harvested
 from draftsmith.decode.engine.request import Request, open_request

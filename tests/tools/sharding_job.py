@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.command import guarded
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.sampling import SamplingParams
 from draftsmith.models.draft_init import start_from_target
 from draftsmith.models.fingerprint import fingerprint

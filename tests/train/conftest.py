@@ -1,5 +1,7 @@
 """What all tests of training share."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,17 @@ from draftsmith.train.plan.fake_step import Step
 def fresh_accelerate() -> None:
     """accelerate keeps one precision for a whole process."""
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Sixty rows of numbers."""
+    path = tmp_path / "text.jsonl"
+    lines = [
+        {"text": f"row {row} " + " ".join(str(row * i) for i in range(40))} for row in range(60)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 @pytest.fixture

@@ -48,16 +48,6 @@ Argv = list[str]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "text.jsonl"
-    lines = [
-        {"text": f"row {row} " + " ".join(str(row * i) for i in range(40))} for row in range(60)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture
 def target(
     tmp_path: Path, tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> Path:

@@ -12,7 +12,7 @@ from head_folders import made, on_disk, ours
 from saved_drafts import save_draft
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.lm import LMDrafter, weights_read
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.teacher_forced import teacher_forced

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter, weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
+from draftsmith.decode.draft_lms.pard import lm_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.metrics import FEW, ratio_interval
@@ -100,7 +101,7 @@ def draft_figures(
         return objective.measure(batch, teacher)
 
     def evaluate() -> dict[str, float]:
-        drafter = LMDrafter(snapshot.take(), size)
+        drafter = lm_drafter(snapshot.take(), size)
         return heldout.means(measure) | heldout.worth(drafter, K, heldout.target)
 
     return evaluate

@@ -28,15 +28,16 @@ def places(batch: Batch) -> Tensor:
     return length.expand_as(batch.input_ids)
 
 
-def windows(batch: Batch, size: int, wanted_BT: Tensor | None = None) -> Tensor:
+def windows(batch: Batch, size: int, wanted_BT: Tensor | None = None, phase: int = 0) -> Tensor:
     """begin_BT: where the window of each token begins, 0 for tokens that aren't wanted, or that the
     text doesn't train. Windows of `size` follow one another from the first token of each run of
-    them; the last may be shorter.
+    them, of which the first is shorter by `phase`; the last may be shorter.
     """
     at_BT, wanted = places(batch), batch.loss_mask.roll(1, 1)
     wanted = wanted if wanted_BT is None else wanted & wanted_BT
     first_BT = torch.where(wanted & ~wanted.roll(1, 1), at_BT, 0).cummax(1).values
-    return torch.where(wanted, at_BT - (at_BT - first_BT) % size, 0)
+    begin_BT = torch.maximum(first_BT, at_BT - (at_BT - first_BT + phase) % size)
+    return torch.where(wanted, begin_BT, 0)
 
 
 def inside(begin_BT: Tensor) -> Tensor:
@@ -44,6 +45,27 @@ def inside(begin_BT: Tensor) -> Tensor:
     same_BT = (begin_BT == begin_BT.roll(-1, 1)) & (begin_BT > 0)
     same_BT[:, -1] = False
     return same_BT
+
+
+def sides(
+    model: PreTrainedModel, batch: Batch, version_BT: Tensor, begin_BT: Tensor, vocab_size: int
+) -> list[Side]:
+    """States [N, H] and LM head of the text, and of its version; of the tokenizer's rows."""
+    body, head_VH, bias_V = output_head(model)
+    at_BT, many = places(batch), version_BT.shape[1]
+    seen_BTT = at_BT[:, None, :] <= at_BT[:, :, None]
+    if batch.attention_mask is not None:
+        seen_BTT = batch.attention_mask[:, 0]
+    text_BTT = torch.cat([seen_BTT, torch.zeros_like(seen_BTT)], 2)
+    before_BTT = seen_BTT & (at_BT[:, None, :] < begin_BT[:, :, None])
+    own_BTT = seen_BTT & (begin_BT[:, None, :] == begin_BT[:, :, None])
+    mask = torch.cat([text_BTT, torch.cat([before_BTT, own_BTT], 2)], 1)[:, None]
+    inputs: dict[str, Any] = {"input_ids": torch.cat([batch.input_ids, version_BT], 1)}
+    inputs["position_ids"] = batch.position_ids.repeat(1, 2)
+    states_BTH = body(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
+    found = (part.flatten(0, 1) for part in states_BTH.split(many, 1))
+    pairs = [without_bias(part_NH, head_VH, bias_V) for part_NH in found]
+    return [(hidden_NH, cut_rows(rows_VH, vocab_size)) for hidden_NH, rows_VH in pairs]
 
 
 class BesideText(Objective):
@@ -61,22 +83,7 @@ class BesideText(Objective):
         return StepOutput(self.ar(batch, side)[0], batch.loss_mask.sum(), {})
 
     def sides(self, batch: Batch, version_BT: Tensor, begin_BT: Tensor) -> list[Side]:
-        """States [N, H] and LM head of the text, and of its version; of the tokenizer's rows."""
-        body, head_VH, bias_V = output_head(self.model)
-        at_BT, many = places(batch), version_BT.shape[1]
-        seen_BTT = at_BT[:, None, :] <= at_BT[:, :, None]
-        if batch.attention_mask is not None:
-            seen_BTT = batch.attention_mask[:, 0]
-        text_BTT = torch.cat([seen_BTT, torch.zeros_like(seen_BTT)], 2)
-        before_BTT = seen_BTT & (at_BT[:, None, :] < begin_BT[:, :, None])
-        own_BTT = seen_BTT & (begin_BT[:, None, :] == begin_BT[:, :, None])
-        mask = torch.cat([text_BTT, torch.cat([before_BTT, own_BTT], 2)], 1)[:, None]
-        inputs: dict[str, Any] = {"input_ids": torch.cat([batch.input_ids, version_BT], 1)}
-        inputs["position_ids"] = batch.position_ids.repeat(1, 2)
-        states_BTH = body(**inputs, attention_mask=mask, use_cache=False).last_hidden_state
-        found = (part.flatten(0, 1) for part in states_BTH.split(many, 1))
-        pairs = [without_bias(part_NH, head_VH, bias_V) for part_NH in found]
-        return [(hidden_NH, cut_rows(rows_VH, self.vocab_size)) for hidden_NH, rows_VH in pairs]
+        return sides(self.model, batch, version_BT, begin_BT, self.vocab_size)
 
     def ar(self, batch: Batch, side: Side, weight_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cross-entropy with the next tokens, its sum and each row's; of all trained ones, unless

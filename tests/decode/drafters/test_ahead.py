@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, changes_nothing, truths
 
-from draftsmith.decode.drafters.lm import AheadDrafter, LMDrafter
+from draftsmith.decode.draft_lms.ahead import AheadDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.drafting.foreseen import Foreseen

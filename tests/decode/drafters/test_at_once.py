@@ -12,9 +12,10 @@ from tiny_llama import build_llama
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from draftsmith.decode.draft_lms.easy import EasyDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
 from draftsmith.decode.drafting import grow_tree
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round
 from draftsmith.decode.drafting.retrieval import LEAST

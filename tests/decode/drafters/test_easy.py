@@ -1,6 +1,6 @@
 """Layers of a draft side by side: the approximation, and that nothing of it stays.
 
-Shapes as in decode/drafters/lm.py.
+Shapes as in decode/draft_lms/lm.py.
 """
 
 from dataclasses import replace
@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 from transformers.masking_utils import create_causal_mask
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
+from draftsmith.decode.draft_lms.easy import EasyDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Fed, Frontier, Kept, Round
 from draftsmith.decode.drafting.side_by_side import side_by_side

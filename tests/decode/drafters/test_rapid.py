@@ -1,6 +1,6 @@
 """A draft that reads a part of a prompt: what it reads, its own positions, and no answer changes.
 
-Shapes as in decode/drafters/lm.py.
+Shapes as in decode/draft_lms/lm.py.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import SETTINGS
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Kept, Round
 from draftsmith.decode.drafting.retrieval import CHUNK, LEAST, retrieved

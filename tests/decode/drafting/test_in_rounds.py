@@ -1,5 +1,6 @@
 """What drafts in rounds of one call: its drafts and states are those of one round at a time."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,8 @@ from several_rounds import (
 from transformers import PreTrainedModel
 
 from draftsmith.decode import sampling
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
+from draftsmith.decode.draft_lms.pard import PardDrafter, lm_drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.drafting.head_drafter import HeadDrafter
@@ -46,7 +48,7 @@ pytestmark = NEEDS
 @pytest.mark.parametrize(
     ("kind", "way", "how"),
     covering(
-        ["draft", "ngram", "suffix", "recycling", "stand", "exit:2"],
+        ["draft", "pard", "ngram", "suffix", "recycling", "stand", "exit:2"],
         list(WAYS),
         [(1, 4, "fixed"), (ROWS, 2, "fixed"), (2, 3, "table:1-=3")],
     ),
@@ -69,8 +71,7 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
     vocab = None if batch == 1 else DraftVocab(torch.arange(0, len(pair[1]), 2), len(pair[1]))
 
     def answered() -> list[Completion]:
-        drafter = LMDrafter(near, len(pair[1]), vocab) if kind == "draft" else None
-        drafter = drafter or load_drafter(kind, *pair)
+        drafter = drafts_of(kind, near, len(pair[1]), vocab) or load_drafter(kind, *pair)
         decoder = Decoder(*pair, drafter, K=K, policy=policy, batch_size=batch)
         texts = [TEXTS[0], *TEXTS, TEXTS[0]]
         return what(decoder.generate(texts, WAYS[way], indices=[0, *range(len(TEXTS)), 0]))
@@ -78,7 +79,8 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
     found = answered()
     drafted, kept = (sum(n) for n in zip(*map(counted, found), strict=True))
     # What remembers answers is to hold nothing past the string that ends one.
-    alone = WAYS[way].top_k > 0 or (WAYS[way].stop and kind not in ("draft", "ngram", "exit:2"))
+    remembers = kind not in ("draft", "pard", "ngram", "exit:2")
+    alone = WAYS[way].top_k > 0 or (WAYS[way].stop and remembers)
     assert not made if alone else max(made) > 2
     assert drafted > kept and kept > (len(found) if kind == "draft" else -(kind == "ngram"))
     calls = len(made)
@@ -102,6 +104,8 @@ def test_drafted_chains_and_what_is_kept_are_those_of_one_at_a_time(
         ("suffix+draft", "drawn", 1),
         ("suffix+draft", "greedy", 3),
         ("suffix+draft", "drawn", 2),
+        ("suffix+pard", "greedy", 1),
+        ("suffix+pard", "drawn", 3),
         ("suffix+eagle3", "greedy", 3),
         ("stand+hydra", "greedy", 2),
         ("stand+eagle3", "greedy", 4),
@@ -170,6 +174,8 @@ def test_a_copy_beside_a_draft_is_kept_where_that_fails(
     [
         ("draft", "greedy", 1),
         ("draft", "drawn", 3),
+        ("pard", "greedy", 1),
+        ("pard", "drawn", 3),
         ("eagle3", "drawn", 1),
         ("eagle3", "greedy", 3),
     ],
@@ -218,7 +224,7 @@ def answers_of(
     drafter = composed(pair, names, near, folder)
     decoder = Decoder(*pair, drafter, K=K, batch_size=batch)
     done = what(decoder.generate([TEXTS[i] for i in asked], WAYS[way], indices=asked))
-    return done, holds(drafter, done) if names.endswith("draft") else []
+    return done, holds(drafter, done) if names.endswith(("draft", "pard")) else []
 
 
 class Turns(Policy):
@@ -238,13 +244,25 @@ class Turns(Policy):
         self.heard += 1
 
 
+def drafts_of(
+    kind: str, near: PreTrainedModel, tokens: int, vocab: DraftVocab | None = None
+) -> LMDrafter | None:
+    """The draft LM, token by token or all in one pass; None for what isn't a draft LM."""
+    if kind not in ("draft", "pard"):
+        return None
+    model = copy.deepcopy(near)
+    if kind == "pard":
+        model.config.pard_token, model.config.para_num = 7, 6
+    return lm_drafter(model, tokens, vocab)
+
+
 def composed(pair: Pair, names: str, near: PreTrainedModel, folder: Path) -> CompositeDrafter:
     """A store beside a draft LM, or a head of that kind in a folder."""
     looked, _, kind = names.partition("+")
-    if kind == "draft":
+    if (draft := drafts_of(kind, near, len(pair[1]))) is not None:
         first = load_drafter(looked, *pair)
         assert isinstance(first, LookupDrafter)
-        return CompositeDrafter(first, LMDrafter(near, len(pair[1])), 3)
+        return CompositeDrafter(first, draft, 3)
     torch.manual_seed(0)
     folder = ours(folder / "head", heads(kind, pair[0], width=32).bfloat16(), *pair)
     both = load_drafter(f"{looked}+{folder}", *pair)
@@ -257,6 +275,8 @@ def holds(both: CompositeDrafter, done: list[Completion]) -> list[torch.Tensor]:
     trained = both.trained
     assert isinstance(trained, (LMDrafter, HeadDrafter))
     read = min(len(one.prompt_tokens) + len(one.tokens) for one in done) - 2
+    if isinstance(trained, PardDrafter):
+        read -= trained.levels  # which may wait
     held = [trained.pool.kv_2LBSHE[:, :, :, :read].clone()]
     return held + ([trained.state_BH] if isinstance(trained, HeadDrafter) else [])
 

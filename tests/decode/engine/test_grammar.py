@@ -9,7 +9,7 @@ import torch
 from tiny_llama import build_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.grammar import Grammar
 from draftsmith.decode.engine.request import Completion, open_request

@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.memory import Work, check, plan
 from draftsmith.decode.engine.settings import DecodeSettings

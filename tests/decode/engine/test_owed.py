@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import LONGER, PROMPTS, truths
 
-from draftsmith.decode.drafters.lm import EasyDrafter, LMDrafter
+from draftsmith.decode.draft_lms.easy import EasyDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting import owed
 from draftsmith.decode.drafting.base import Admitted, Drafter, Kept, Round

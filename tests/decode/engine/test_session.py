@@ -15,9 +15,9 @@ from tiny_llama import build_llama
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS
 
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
 from draftsmith.decode.drafters.hydra import HydraDrafter
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.medusa import MedusaDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder

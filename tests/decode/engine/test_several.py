@@ -19,7 +19,9 @@ from several_rounds import (
 from tiny_llama import build_llama
 from transformers import PreTrainedModel
 
-from draftsmith.decode.drafters.lm import AheadDrafter, EasyDrafter, LMDrafter
+from draftsmith.decode.draft_lms.ahead import AheadDrafter
+from draftsmith.decode.draft_lms.easy import EasyDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Round
 from draftsmith.decode.engine import round as rounds

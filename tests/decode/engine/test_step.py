@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import LONGER, PROMPTS
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import SMALLEST, Graphs
 from draftsmith.decode.engine.round import DecodeBatch

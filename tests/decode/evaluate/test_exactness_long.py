@@ -14,7 +14,7 @@ from plain_decoding import plain_decode
 from scripted import Bushy, Scripted
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.request import Completion

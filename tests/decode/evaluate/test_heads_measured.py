@@ -14,9 +14,9 @@ from peak_memory import GREEDY, LARGE, SAMPLED, config, model, peak
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.__main__ import main
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.block import BlockDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.drafting.base import Drafter, Fed, Feed, Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder

@@ -9,7 +9,7 @@ from saved_drafts import save_draft
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Call
 from draftsmith.decode.engine.decoder import Decoder

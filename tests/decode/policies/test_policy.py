@@ -8,7 +8,7 @@ from covering import covering
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafting.base import Call
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.policies.choice import make_policy

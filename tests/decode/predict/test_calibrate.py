@@ -6,7 +6,7 @@ import random
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate import metrics
 from draftsmith.decode.predict.best_tree import answer_ranks, calibrate, path_values, walk

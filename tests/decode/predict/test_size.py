@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from draftsmith.command import guarded
-from draftsmith.decode.drafters.lm import weights_read
+from draftsmith.decode.draft_lms.lm import weights_read
 from draftsmith.decode.predict import draft_sizes as sizing
 from draftsmith.decode.predict.draft_sizes import (
     FASTDRAFT,

@@ -13,8 +13,8 @@ from looked_up import begun, tau, texts
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from truths import LONGER, PROMPTS, SETTINGS, truths
 
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.eagle import EagleDrafter
-from draftsmith.decode.drafters.lm import LMDrafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Admitted, Frontier, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder

@@ -21,7 +21,7 @@ from tiny_llama import build_llama
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, truths
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter
 from draftsmith.decode.drafting.base import Kept
 from draftsmith.decode.engine.decoder import Decoder

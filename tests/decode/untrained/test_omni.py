@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from truths import PROMPTS, SETTINGS, changes_nothing
 
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.drafters.load import has_folder, load_drafter, moved
 from draftsmith.decode.drafting.base import Fed, Feed, Frontier, Round
 from draftsmith.decode.engine.decoder import Decoder

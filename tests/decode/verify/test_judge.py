@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.bench.evidence import judge_page
 from draftsmith.command import guarded
-from draftsmith.decode.drafters.lm import LMDrafter
+from draftsmith.decode.draft_lms.lm import LMDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.evaluate.answers import final_number
 from draftsmith.decode.prompts.arithmetic import LARGEST, SLOTS, arithmetic_rows

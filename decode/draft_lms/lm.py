@@ -2,16 +2,10 @@
 
     rapid:BUDGET, rapid:BUDGET+FOLDER    the target itself, or the LM in FOLDER, reads BUDGET tokens
                                          retrieved from a prompt (RAPID, arXiv 2502.20330)
-    easy:G+FOLDER                        the LM in FOLDER, its layers side by side in groups of G
-                                         (EasySpec, 2502.02493)
-    ahead:F+FOLDER                       the LM in FOLDER drafts while the target verifies, behind F
-                                         guesses of each token that a round may end with
 
 Shapes: B rows, R of them just admitted, M tokens read of a prompt or fed again, L tokens of a kept
-path, N prompt tokens or nodes, F nodes fed, V vocabulary.
+path, N prompt tokens or nodes, F nodes fed, W tokens of a tail, V vocabulary.
 """
-
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -26,19 +20,16 @@ from draftsmith.decode.drafting.base import (
     Frontier,
     Kept,
     Round,
-    picked,
 )
-from draftsmith.decode.drafting.foreseen import Foreseen, came_true, foresee
-from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once, plain
+from draftsmith.decode.drafting.grow_tree import at_once, grow, grow_at_once
 from draftsmith.decode.drafting.in_rounds import Draws, InRounds, lm_rounds
 from draftsmith.decode.drafting.retrieval import LEAST, retrieved
-from draftsmith.decode.drafting.side_by_side import side_by_side
 from draftsmith.decode.forward.kv import context_of, round_up
 from draftsmith.decode.forward.native import NativeBody
 from draftsmith.decode.forward.product import VocabHead
-from draftsmith.decode.forward.runner import Runner, Seen, in_parts
+from draftsmith.decode.forward.runner import Runner, Seen
 from draftsmith.decode.forward.size import ModelSize
-from draftsmith.decode.token_tree import TokenTree, chain
+from draftsmith.decode.token_tree import TokenTree
 from draftsmith.models.heads.head import ANY_DEPTH
 from draftsmith.models.target import bytes_read, output_head
 from draftsmith.models.vocab import DraftVocab
@@ -50,7 +41,7 @@ class LMDrafter(Drafter):
     """Trees and chains from a small causal LM with a KV pool of its own. vocab: the tokens that it
     drafts, whose rows of the LM head are copied; None: all.
 
-    tail_B2 holds each row's last two tokens, the second one pending. The first draft call feeds
+    tail_BW holds each row's last two tokens, the second one pending. The first draft call feeds
     both: that brings the KV up to date whatever was accepted (a kept leaf was never fed).
 
     One that reads only a part of a prompt has positions of its own: a row's are shift_B less than
@@ -59,9 +50,10 @@ class LMDrafter(Drafter):
 
     kind = "lm"
     reads = 0  # tokens of a prompt; 0: all
+    tail = 2  # tokens of a row that are known before they are fed, W
     follows = False  # keys of tokens that it hasn't drafted would be missing: see `catch_up`
     owes = True
-    held: tuple[str, ...] = ("pool", "tail_B2", "slot_BN", "shift_B", "shifts")
+    held: tuple[str, ...] = ("pool", "tail_BW", "slot_BN", "shift_B", "shifts")
 
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
@@ -76,7 +68,8 @@ class LMDrafter(Drafter):
     ) -> "LMDrafter":
         """Of a name's budget, the target itself or the LM of its folder; ValueError for others."""
         own = cls(target, vocab_size) if own is None else own
-        if not isinstance(own, LMDrafter) or not says.isdecimal() or int(says) < LEAST:
+        fits = says.isdecimal() and int(says) >= LEAST
+        if not isinstance(own, LMDrafter) or own.kind != "lm" or not fits:
             raise ValueError(
                 f"drafter: got rapid:{says} with a drafter of kind {own.kind}, expected "
                 f"rapid:BUDGET or rapid:BUDGET+FOLDER, with at least {LEAST} tokens and the folder "
@@ -92,7 +85,7 @@ class LMDrafter(Drafter):
 
     def reset(self, rows: int, slots: int) -> None:
         self.pool = self.runner.pool(rows, slots)
-        self.tail_B2 = torch.zeros(rows, 2, dtype=torch.int64, device=self.runner.device)
+        self.tail_BW = torch.zeros(rows, self.tail, dtype=torch.int64, device=self.runner.device)
         self.slot_BN: Tensor | None = None  # where the last round's nodes were fed, beyond lens
         # Rows begin as those of a prompt that fills them.
         self.shifts = [max(0, slots - self.reads) * (self.reads > 0)] * rows
@@ -105,7 +98,7 @@ class LMDrafter(Drafter):
         self.pool.clear(rows_R)
         self.runner.prefill(self.pool, rows_R, tokens_RN, lens_R)
         last_R = tokens_RN.gather(1, lens_R[:, None] - 1)[:, 0]
-        self.tail_B2[rows_R] = torch.stack([last_R, admitted.pending_R], 1)
+        self.tail_BW[rows_R, -2:] = torch.stack([last_R, admitted.pending_R], 1)
 
     def _read(self, admitted: Admitted) -> tuple[Tensor, Tensor]:
         """What it reads of prompts, [R, M], and how much of it [R]."""
@@ -141,12 +134,12 @@ class LMDrafter(Drafter):
         return grow_at_once(request, native, *where, first_BH, None, lens_B1[:, 0] + 1)
 
     def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        native, head, rows = self.native, self.runner.head, len(self.tail_B2)
+        native, head, rows = self.native, self.runner.head, len(self.tail_BW)
         drafts = native and native.drafts(head, rows) and native.steps(2 * rows)
         if native is None or not drafts or self.reads:
             return None
         drawn = Draws(head, temperature, self.pool, self.runner.context)
-        return lm_rounds(native, drawn, self.tail_B2)
+        return lm_rounds(native, drawn, self.tail_BW)
 
     def feed(self, request: Round) -> Feed:
         width = self._width(request)
@@ -160,13 +153,13 @@ class LMDrafter(Drafter):
     def _read_tail(self, lens_B1: Tensor, width: int) -> Tensor:
         """States [B, 2, H] of the last two tokens."""
         at_B2 = lens_B1 + torch.arange(-1, 1, device=lens_B1.device)
-        fed = self.tail_B2, at_B2, at_B2, Seen(at_B2[:, 0], width)
+        fed = self.tail_BW, at_B2, at_B2, Seen(at_B2[:, 0], width)
         return self.runner.verify(self.pool, *fed)[0]
 
     def extend(self, kept: Kept) -> None:
-        known_B = torch.cat([self.tail_B2, kept.tokens_BL], 1)
-        at_B2 = kept.n_new_B[:, None] + torch.arange(2, device=known_B.device)
-        self.tail_B2.copy_(known_B.gather(1, at_B2))
+        known_BM = torch.cat([self.tail_BW, kept.tokens_BL], 1)
+        at_BW = kept.n_new_B[:, None] + torch.arange(self.tail, device=known_BM.device)
+        self.tail_BW.copy_(known_BM.gather(1, at_BW))
         if (source_BL := kept.path_BL) is not None:
             if self.slot_BN is not None:
                 source_BL = self.slot_BN.gather(1, source_BL)
@@ -176,7 +169,7 @@ class LMDrafter(Drafter):
 
     def catch_up(self, kept: Kept) -> None:
         """All but the last two, which the next draft call feeds."""
-        tokens_BM = torch.cat([self.tail_B2, kept.tokens_BL], 1)[:, :-2]
+        tokens_BM = torch.cat([self.tail_BW, kept.tokens_BL], 1)[:, :-2]
         self._take_in(tokens_BM, self._own(kept.lens_B) - 1, kept)
         self.extend(kept)
 
@@ -215,164 +208,6 @@ class LMDrafter(Drafter):
         else:
             hidden_BFH = self._read_tail(lens_B1, width)[:, -1:]
         return Fed(self.runner.logits(hidden_BFH), hidden_BFH)
-
-
-class EasyDrafter(LMDrafter):
-    """One that drafts all but a round's first token with its layers side by side. The first draft
-    call is exact and feeds the round's kept tokens again: of what the others wrote nothing stays.
-    """
-
-    kind = "easy"
-    levels = 8  # and so the tokens that the first call feeds, the pending one too, are one more
-    held = (*LMDrafter.held, "text_BS")
-    native = None
-
-    def __init__(self, whole: LMDrafter, size: int) -> None:
-        if whole.runner.leader is not None:
-            raise in_parts("the target itself, side by side")
-        vars(self).update(vars(whole))
-        self.deeper = side_by_side(self.runner, size)
-
-    @classmethod
-    def over(
-        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
-    ) -> "LMDrafter":
-        """Of a name's group size and the LM of its folder; ValueError for others."""
-        if type(own) is not LMDrafter or own.reads or not says.isdecimal() or int(says) < 1:
-            raise ValueError(
-                f"drafter: got easy:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
-                "expected easy:G+FOLDER, groups of 1 layer or more of a draft LM"
-            )
-        return cls(own, int(says))
-
-    def reset(self, rows: int, slots: int) -> None:
-        super().reset(rows, slots)
-        self.text_BS = torch.zeros(rows, self.pool.slots, dtype=torch.int64).to(self.runner.device)
-
-    def prefill(self, admitted: Admitted) -> None:
-        super().prefill(admitted)
-        admitted.write(self.text_BS)
-
-    def extend(self, kept: Kept) -> None:
-        kept.write(self.text_BS)
-
-    def catch_up(self, kept: Kept) -> None:
-        """And what the first call would have fed again meanwhile."""
-        self.extend(kept)
-        first_B1 = (kept.lens_B[:, None] - self.levels).clamp(min=0)
-        size = kept.tokens_BL.shape[1] + self.levels
-        at_BM = first_B1 + torch.arange(size, device=first_B1.device)
-        at_BM = at_BM.clamp(max=self.text_BS.shape[1] - 1)
-        self._take_in(self.text_BS.gather(1, at_BM), first_B1, kept)
-
-    def _read_tail(self, lens_B1: Tensor, width: int) -> Tensor:
-        """The state [B, 1, H] of the pending token, after those that a round may have kept."""
-        first_B1 = (lens_B1 - self.levels).clamp(min=0)
-        at_BM = first_B1 + torch.arange(self.levels + 1, device=lens_B1.device)
-        # What lies beyond a short text's end is written over before anything sees it.
-        tokens_BM, seen = self.text_BS.gather(1, at_BM), Seen(first_B1[:, 0], width)
-        hidden_BMH, _ = self.runner.verify(self.pool, tokens_BM, at_BM, at_BM, seen)
-        return picked(hidden_BMH, lens_B1 - first_B1)
-
-
-class AheadDrafter(LMDrafter):
-    """One that drafts the next round's chain while the target verifies this one's, in a thread of
-    its own: behind every token that the round may come to (`foreseen.py`). Where all rows come to
-    one that was guessed, their chains are there already; else it drafts as it otherwise would.
-
-    Its slots beyond a row's length, `levels + 1` chains, aren't in the memory plan.
-    """
-
-    kind = "ahead"
-    levels = 8
-    trees = False
-    host = True  # what was foreseen is compared with what came
-
-    def __init__(self, whole: LMDrafter, guesses: int) -> None:
-        if whole.runner.leader is not None:
-            raise in_parts("the target itself, ahead")
-        vars(self).update(vars(whole))
-        self.guesses = guesses
-        self.ready: Foreseen | None = None
-        # Shared by its copies for a part of the rows.
-        self.worker = ThreadPoolExecutor(1, "ahead")
-        self.jobs: list[Future[Tensor]] = []
-
-    @classmethod
-    def over(
-        cls, says: str, own: Drafter | None, target: PreTrainedModel, vocab_size: int
-    ) -> "LMDrafter":
-        """Of a name's number of guesses and the LM of its folder; ValueError for others."""
-        if type(own) is not LMDrafter or not says.isdecimal() or not 1 <= int(says) <= 8:
-            raise ValueError(
-                f"drafter: got ahead:{says} with a drafter of kind {getattr(own, 'kind', None)}, "
-                "expected ahead:F+FOLDER, 1 to 8 guesses of each next token and a draft LM"
-            )
-        return cls(own, int(says))
-
-    def reset(self, rows: int, slots: int) -> None:
-        self._drop()
-        super().reset(rows, slots + (self.levels + 1) * (1 + self.levels * self.guesses))
-
-    def prefill(self, admitted: Admitted) -> None:
-        self._drop()
-        super().prefill(admitted)
-
-    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
-        return None
-
-    def propose(self, request: Round) -> TokenTree:
-        ready = self._drop()
-        tree = None if ready is None else self._came(ready, request)
-        if tree is None:
-            tree = super().propose(request)
-        if plain(request):
-            # The engine's rows move on while this is at work.
-            self.jobs.append(
-                self.worker.submit(self._foresee, request, request.lens_B.clone(), tree)
-            )
-        return tree
-
-    def extend(self, kept: Kept) -> None:
-        super().extend(kept)
-        self.ready = came_true(self.jobs.pop().result(), kept) if self.jobs else None
-
-    def catch_up(self, kept: Kept) -> None:
-        self._drop()
-        super().catch_up(kept)
-
-    def _drop(self) -> Foreseen | None:
-        """What was ready, which is so once; no thread is at work from here on."""
-        while self.jobs:
-            self.jobs.pop().result()
-        ready, self.ready = self.ready, None
-        return ready
-
-    def _came(self, ready: Foreseen, request: Round) -> TokenTree | None:
-        """The chain asked for, if it is ready for every row."""
-        tokens_BN, levels = ready.tokens_BX, request.plan.levels
-        if len(tokens_BN) != len(request.lens_B) or tokens_BN.shape[1] <= levels:
-            return None
-        same_B = (ready.lens_B == request.lens_B) & (tokens_BN[:, 0] == request.pending_B)
-        if not plain(request) or not bool((same_B | ~request.active_B).all()):
-            return None
-        # A row that has ended may hold anything, but begins with its pending token.
-        tokens_BN = torch.cat([request.pending_B[:, None], tokens_BN[:, 1 : levels + 1]], 1)
-        return TokenTree(tokens_BN, chain(levels, tokens_BN.device), request.law)
-
-    @torch.inference_mode()
-    def _foresee(self, request: Round, lens_B: Tensor, tree: TokenTree) -> Tensor:
-        lens_B1, nodes = lens_B[:, None], tree.topology.nodes
-        slots = request.top + nodes * (1 + (nodes - 1) * self.guesses)
-        width = min(round_up(slots), self.pool.slots)
-
-        def ask(
-            tokens_Bn: Tensor, slot_n: Tensor, depth_n: Tensor, block: Tensor, depth_M: Tensor
-        ) -> Tensor:
-            at = lens_B1 + depth_n, lens_B1 + slot_n, Seen(lens_B, width, block, depth_M)
-            return self.runner.logits(self.runner.verify(self.pool, tokens_Bn, *at)[0])
-
-        return foresee(request, lens_B, tree.tokens_BN, self.guesses, ask)
 
 
 def weights_read(model: PreTrainedModel) -> int:

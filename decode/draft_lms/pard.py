@@ -1,0 +1,127 @@
+"""A draft LM that drafts a round's tokens in one pass (PARD, An et al., arXiv 2504.18583).
+
+Behind the pending token stand MASKs, and the one k places behind says token k + 1. A row's latest
+tokens wait until the next round's pass feeds them, the pending one last, and the MASKs with them:
+
+    fed            x_{a-u+1} ... x_a  MASK  MASK ...      u tokens that wait, at their positions
+    law of         -             x_{a+1} x_{a+2} ...
+
+Keys and values of MASKs lie beyond the row, and what comes next goes over them. Rows of which fewer
+wait have more MASKs, which nothing reads.
+
+Shapes: B rows, W tokens of a tail, M fed in a pass, K levels, L tokens of a kept path, H hidden, V
+vocabulary.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.decode.draft_lms.lm import LMDrafter
+from draftsmith.decode.drafting.base import Admitted, Fed, Feed, Kept, Round, picked
+from draftsmith.decode.drafting.grow_tree import by_depth, grow, grow_known
+from draftsmith.decode.drafting.in_rounds import Draws, InRounds, pard_rounds
+from draftsmith.decode.forward.kv import round_up
+from draftsmith.decode.forward.runner import Seen
+from draftsmith.decode.forward.size import ModelSize
+from draftsmith.decode.token_tree import TokenTree
+from draftsmith.models.draft_lm import mask_token, pard_levels
+from draftsmith.models.vocab import DraftVocab
+
+
+class PardDrafter(LMDrafter):
+    """unfed_B: how many of a row's last tokens wait, the pending one among them; most: that may.
+    ValueError for a model that keeps a state in the place of keys and values.
+    """
+
+    kind = "pard"
+    one_pass = True
+    native = per_node = None
+    held = (*LMDrafter.held, "unfed_B")
+
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
+    ) -> None:
+        super().__init__(model, vocab_size, vocab)
+        mask = mask_token(vars(model.config))
+        assert mask is not None, "any other draft LM is asked token by token"
+        if self.runner.mixers:
+            raise ValueError(
+                f"drafter: got a {model.config.model_type} with a pard_token, expected a model "
+                "with keys and values for each token: a state can't forget its MASKs"
+            )
+        self.mask, self.levels = mask, pard_levels(vars(model.config))
+        self.tail = self.levels + 1
+
+    @property
+    def size(self) -> ModelSize:
+        return ModelSize.of(self.runner, scratch=self.tail)
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots + self.tail)
+        self.unfed_B = torch.ones_like(self.tail_BW[:, 0])
+        self._waits(1)
+
+    def prefill(self, admitted: Admitted) -> None:
+        super().prefill(admitted)
+        self.unfed_B[admitted.rows_R] = 1
+
+    def propose(self, request: Round) -> TokenTree:
+        tree = grow_known(request, lambda: self._drafted(request).logits_BFV)
+        return grow(request, self.feed(request))[0] if tree is None else tree
+
+    def in_rounds(self, nodes: int, temperature: float) -> InRounds | None:
+        native, rows = self.runner.native, len(self.tail_BW)
+        if native is None or not native.steps(rows * (self.tail + nodes - 2)):
+            return None
+        self._waits(self.tail)  # as far as anybody knows who doesn't look
+        drawn = Draws(self.runner.head, temperature, self.pool, self.runner.context)
+        return pard_rounds(native, drawn, self.mask, self.tail_BW, self.unfed_B)
+
+    def feed(self, request: Round) -> Feed:
+        return by_depth(lambda: self._drafted(request))
+
+    def extend(self, kept: Kept) -> None:
+        super().extend(kept._replace(path_BL=None))
+        self.unfed_B.copy_(torch.where(kept.n_new_B > 0, kept.n_new_B, self.unfed_B))
+        self._waits(kept.tokens_BL.shape[1])
+
+    def catch_up(self, kept: Kept) -> None:
+        """All but the pending token."""
+        known_BM = torch.cat([self.tail_BW, kept.tokens_BL], 1)
+        step_M = torch.arange(self.most + kept.tokens_BL.shape[1] - 1, device=known_BM.device)
+        at_BM = self.tail - self.unfed_B[:, None] + step_M
+        tokens_BM = known_BM.gather(1, at_BM.clamp(max=known_BM.shape[1] - 1))
+        self._take_in(tokens_BM, kept.lens_B[:, None] + 1 - self.unfed_B[:, None], kept)
+        self.extend(kept)
+        self.unfed_B.fill_(1)
+        self._waits(1)
+
+    def _waits(self, most: int) -> None:
+        self.most, self.form = most, str(most)
+
+    def _drafted(self, request: Round) -> Fed:
+        """Of all levels."""
+        levels, unfed_B1 = request.plan.levels, self.unfed_B[:, None]
+        step_M = torch.arange(self.most + levels - 1, device=unfed_B1.device)
+        place_BM = (self.tail - unfed_B1 + step_M).clamp(max=self.tail - 1)
+        known_BM = self.tail_BW.gather(1, place_BM)
+        tokens_BM = torch.where(step_M < unfed_B1, known_BM, self.mask)
+        at_BM = request.lens_B[:, None] + 1 - unfed_B1 + step_M
+        width = min(round_up(request.top + len(step_M) + 1), self.pool.slots)
+        fed = tokens_BM, at_BM, at_BM, Seen(at_BM[:, 0], width)
+        hidden_BMH, _ = self.runner.verify(self.pool, *fed)
+        hidden_BKH = picked(hidden_BMH, unfed_B1 - 1 + step_M[:levels])
+        return Fed(self.runner.logits(hidden_BKH), hidden_BKH)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of a pass, shared out among as many levels as it has."""
+        return super().parameter_bytes // self.levels
+
+
+def lm_drafter(
+    model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
+) -> LMDrafter:
+    """A draft LM's drafter, by what its config says."""
+    kind = LMDrafter if mask_token(vars(model.config)) is None else PardDrafter
+    return kind(model, vocab_size, vocab)
