@@ -70,9 +70,11 @@ class Recipe(NamedTuple):
 
 BLOCK = ("head.taps=[]",)
 PUBLISHED = (*BLOCK, "head.layers=2", "head.rank=64", "head.last=false", "anchors.state=0")
-DRAFT = "draft"
+DRAFT, PARD = "draft", "pard"
+LEVELS = 5  # tokens of a pass, of the block drafters too
 RECIPES = {
     DRAFT: Recipe("distill", "quickstart/distill", 1e-2),
+    PARD: Recipe("distill", "pard/gsm8k", 1e-2, (f"pard.levels={LEVELS}", "best_metric=alpha")),
     "medusa": Recipe("heads", "medusa/quickstart", 5e-3),
     "hydra": Recipe("heads", "hydra/quickstart", 5e-3),
     "hydra++": Recipe("heads", "hydra/gsm8k-plus", 5e-3),
@@ -140,6 +142,13 @@ class KindsCompared:
         return sorted(dict.fromkeys(asked), key=lambda kind: bool(composed(kind)[0]))
 
 
+# What a draft LM is trained by before its own recipe: entry, recipe, and the run's name.
+PRETRAINED = ("pretrain", "quickstart/draft", "pretrained")
+DISTILLED = ("distill", "quickstart/distill", "distilled")
+BEFORE: dict[str, tuple[tuple[str, str, str], ...]]
+BEFORE = {DRAFT: (PRETRAINED,), PARD: (PRETRAINED, DISTILLED)}
+DEEP = 3  # layers of a draft LM that drafts in one pass, at least: MASKs see no more by one
+
 # What rows of an earlier command may differ in: which kinds, and where.
 ASKED = Manifest("asked.json", "draftsmith compare", decides="settings", free=("kinds", "out"))
 
@@ -205,15 +214,19 @@ def rounds_before(settings: KindsCompared, kinds: Sequence[str], config: Any) ->
     """Of each kind that random weights stand for, what rounds take here; on a CPU."""
     kept = Path(settings.out) / "rounds.json"
     found = json.loads(kept.read_text()) if kept.exists() else {}
-    known = (*HEADS, DRAFT, "ngram", "suffix")
+    known = (*HEADS, *BEFORE, "ngram", "suffix")
     asked = [kind for kind in kinds if kind in known or kind.startswith("exit:")]
     asked = [kind for kind in asked if kind not in found]
+    drafts = {}
     try:
-        draft = config_like(config, best_draft(settings, config)) if DRAFT in asked else None
+        for kind in BEFORE.keys() & asked:
+            drafts[kind] = config_like(config, best_draft(settings, config, kind))
+        if PARD in drafts:
+            drafts[PARD].pard_token, drafts[PARD].para_num = 0, LEVELS
     except ValueError:  # which is said where it would be trained
-        draft, asked = None, [kind for kind in asked if kind != DRAFT]
+        asked = [kind for kind in asked if kind not in BEFORE]
     if asked and not torch.cuda.is_available():
-        rounds = timed_rounds(config, asked, [1], draft)
+        rounds = timed_rounds(config, asked, [1], drafts)
         for kind, grid in watched(rounds, "rounds", len(asked)):
             found[kind] = grid and grid.as_json()
             write_atomically(kept, json.dumps(found).encode())
@@ -271,29 +284,32 @@ def runs_of(
     if kind not in RECIPES:
         return
     recipe, runs = RECIPES[kind], Path(settings.out) / "runs"
-    last, parts = runs / kind, 1 + (kind == DRAFT)
+    last, before = runs / kind, BEFORE.get(kind, ())
     lr = recipe.lr * min(1.0, WIDE / config.hidden_size)
     shared = {"processes": settings.processes, "target.path": settings.target, "data": data}
-    shared |= {"seconds": settings.budget / parts, "lr": f"{lr:.3g}", "eval_every": 0}
+    shared |= {"seconds": settings.budget / (1 + len(before)), "lr": f"{lr:.3g}", "eval_every": 0}
     shared |= {"heldout.prompts": settings.tune or settings.prompts, "seed": settings.seed}
     shared |= {"heldout.max_new_tokens": settings.max_new_tokens, "heldout.limit": 16}
     shared |= {"text.max_length": settings.max_length, "batch_size": settings.batch_size}
     own = [*recipe.more, *settings.more.get(kind, "").split()]
-    if kind == DRAFT:
-        first = runs / f"{kind}-pretrained"
-        best = best_draft(settings, config)
-        sizes = [f"model.{name}={getattr(best, name)}" for name in RECIPE]
-        begun = shared | {"recipe": "quickstart/draft", "out": first, "heldout.limit": 0}
-        yield first, "pretrain", [*(f"{k}={v}" for k, v in begun.items()), *sizes]
-        own = [f"draft.path={first / 'drafter'}", *own]
+    begun: list[str] = []
+    for entry, name, run in before:
+        out = runs / f"{kind}-{run}"
+        if not begun:
+            best = best_draft(settings, config, kind)
+            begun = [f"model.{size}={getattr(best, size)}" for size in RECIPE]
+        said = shared | {"recipe": name, "out": out, "heldout.limit": 0}
+        yield out, entry, [*(f"{k}={v}" for k, v in said.items()), *begun]
+        begun = [f"draft.path={out / 'drafter'}"]
     said = shared | {"recipe": recipe.name, "out": last}
-    yield last, recipe.entry, [*(f"{k}={v}" for k, v in said.items()), *own]
+    yield last, recipe.entry, [*(f"{k}={v}" for k, v in said.items()), *begun, *own]
 
 
-def best_draft(settings: KindsCompared, config: Any) -> Draft:
+def best_draft(settings: KindsCompared, config: Any, kind: str = DRAFT) -> Draft:
     """The draft LM that `draftsmith size` proposes first; ValueError where none fits."""
     gpu = settings.gpu or ("h100" if torch.cuda.is_available() else "cpu")
-    asked = Sizing(target=settings.target, gpu=gpu, min_layers=least_layers(config))
+    least = max(least_layers(config), DEEP * (kind == PARD))
+    asked = Sizing(target=settings.target, gpu=gpu, min_layers=least)
     return propose(config, asked, FASTDRAFT, machine_of(asked))[1][0]
 
 

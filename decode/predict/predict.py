@@ -177,7 +177,8 @@ def main(argv: list[str]) -> None:
     names = {"exit": f"exit:{exits}"}
     if settings.measure and not machine.overlaps:
         sizes, called = sorted({1, *settings.rows}), [names.get(kind, kind) for kind in kinds]
-        of = (config, called, sizes, draft and config_like(config, draft))
+        drafts = {"draft": config_like(config, draft)} if draft else {}
+        of = (config, called, sizes, drafts)
         grids = [grid for _, grid in watched(timed_rounds(*of), "timing rounds", len(kinds))]
         kinds = {
             kind: how._replace(trees=grid is None and how.trees, timed=grid)

@@ -7,7 +7,7 @@ answer is one token over and over, which lookups find.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draftsmith.decode.draft_lms.lm import LMDrafter
+from draftsmith.decode.draft_lms.pard import lm_drafter
 from draftsmith.decode.drafters.load import drafter_of, load_drafter
 from draftsmith.decode.drafting.base import Drafter
 from draftsmith.decode.engine.decoder import Decoder
@@ -77,11 +77,14 @@ HEADS: dict[str, Callable[[Untrained], Head]] = {
 
 
 def timed_rounds(
-    config: PretrainedConfig, kinds: Sequence[str], rows: Sequence[int], draft: Any = None
+    config: PretrainedConfig,
+    kinds: Sequence[str],
+    rows: Sequence[int],
+    drafts: Mapping[str, PretrainedConfig],
 ) -> Iterator[tuple[str, Grid | None]]:
     """Of each kind what rounds of 0 (without a drafter) to LEVELS drafted tokens take, at these
     numbers of rows; None of one that this target can't have, or for which there is no memory or
-    time. kinds: of HEADS, "draft", of the config `draft`, or what `load_drafter` takes.
+    time. kinds: of HEADS, draft LMs of the configs `drafts`, or what `load_drafter` takes.
     """
     device, begun = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.monotonic()
     free, mixed = available(device), any(getattr(config, name, 0) for name in EXPERTS)
@@ -93,7 +96,7 @@ def timed_rounds(
         grid = None
         if plain is not None and time.monotonic() - begun < LONGEST:
             with suppress(ValueError):  # which says what the target lacks
-                drafter = untrained(kind, target, plain.tokenizer, draft)
+                drafter = untrained(kind, target, plain.tokenizer, drafts)
                 grid = timed(target, plain, drafter, rows)
         yield kind, grid
 
@@ -123,12 +126,15 @@ def timed(target: PreTrainedModel, plain: Decoder, drafter: Drafter, rows: Seque
 
 
 def untrained(
-    kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft: Any
+    kind: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafts: Mapping[str, PretrainedConfig],
 ) -> Drafter:
     """A drafter of this kind for the target, with weights as they come."""
     vocab = len(tokenizer)
-    if kind == "draft":
-        return LMDrafter(random_model(draft, target.device), vocab)
+    if kind in drafts:
+        return lm_drafter(random_model(drafts[kind], target.device), vocab)
     if kind not in HEADS:
         made = load_drafter(kind, target, tokenizer)
         assert made is not None, "what drafts nothing has no rounds of its own"

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_lms.lm import LMDrafter
+from draftsmith.decode.draft_lms.pard import lm_drafter
 from draftsmith.decode.drafters.load import drafter_of
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.engine.graphs import Graphs
@@ -57,6 +58,9 @@ def test_fp32_identity(
     target, draft = _there(tiny_target), _there(tiny_draft)
     plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
     some = [LMDrafter(draft, vocab), LMDrafter(target, vocab)]
+    ahead = _there(tiny_draft)
+    ahead.config.pard_token = 1
+    some.append(lm_drafter(ahead, vocab))
     for drafter in [*some, NgramDrafter(device=DEVICE)] if mode == "chain" else some:
         decoder = Decoder(target, tiny_tokenizer, drafter, batch_size=5, **TREES[mode])
         got = decoder.generate(PROMPTS, params)

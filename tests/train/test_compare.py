@@ -118,6 +118,15 @@ def test_the_budget_is_shared_by_both_runs_of_a_draft(asked: Argv, tmp_path: Pat
     assert all("seconds=4.5" in words and "data=text" in words for *_, words in runs)
     assert f"draft.path={runs[0][0] / 'drafter'}" in runs[1][2] and "loss=fkl" in runs[1][2]
     assert list(runs_of(settings, "ngram", "text", config)) == []
+    first, second, last = runs_of(settings, "pard", "text", config)
+    assert [run.name for run, *_ in (first, second, last)] == [
+        *("pard-pretrained", "pard-distilled", "pard")
+    ]
+    assert all("seconds=3.0" in words for *_, words in (first, second, last))
+    assert "model.layers=3" in first[2] and f"draft.path={first[0] / 'drafter'}" in second[2]
+    assert {f"draft.path={second[0] / 'drafter'}", "pard.levels=5", "recipe=pard/gsm8k"} < {
+        *last[2]
+    }
     # A wide target's kinds learn at a lower rate, and every kind is among what is made by default.
     config.hidden_size = 1024
     [(_, entry, words)] = runs_of(settings, "eagle3", "text", config)

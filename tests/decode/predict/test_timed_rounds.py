@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig
 
+from draftsmith.decode.draft_lms.pard import PardDrafter
 from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.decode.predict import predict, timed_rounds
 from draftsmith.decode.predict.draft_sizes import random_model
@@ -27,21 +28,27 @@ def shaped(hidden: int, **about: Any) -> PretrainedConfig:
     return LlamaConfig(vocab_size=96, hidden_size=hidden, intermediate_size=96, **SIZES, **about)
 
 
+DRAFTS = {"draft": shaped(32), "pard": shaped(32, pard_token=0)}
+
+
 def test_every_trained_kind_of_compare_can_be_timed() -> None:
     """Of the kind that its recipe makes, bound to the target, in its type."""
-    assert {*HEADS, compare.DRAFT} == {*compare.RECIPES}
+    assert {*HEADS, *compare.BEFORE} == {*compare.RECIPES}
     target, tokenizer = random_model(shaped(64), CPU), numbered(96)
     for kind in (*HEADS, "exit:1", "ngram"):
-        drafter = untrained(kind, target, tokenizer, None)
+        drafter = untrained(kind, target, tokenizer, {})
         assert drafter.kind in kind and drafter.levels >= timed_rounds.BLOCK  # hydra++: a hydra
         assert (drafter.size is not None) == (kind != "ngram")
-    assert untrained("draft", target, tokenizer, shaped(32)).size is not None
+    for kind, config in DRAFTS.items():
+        drafter = untrained(kind, target, tokenizer, DRAFTS)
+        assert drafter.size is not None and isinstance(drafter, PardDrafter) == (kind == "pard")
+        assert config.hidden_size == 32
 
 
-@pytest.mark.parametrize("kind", ["ngram", "medusa", "draft"])
+@pytest.mark.parametrize("kind", ["ngram", "medusa", "draft", "pard"])
 def test_rounds_of_every_depth_are_timed(kind: str) -> None:
     """As many as were asked for, at each number of rows; the target's answer never ends."""
-    [(named, grid)] = timed_rounds.timed_rounds(shaped(64), [kind], [1, 2], shaped(32))
+    [(named, grid)] = timed_rounds.timed_rounds(shaped(64), [kind], [1, 2], DRAFTS)
     assert (
         named == kind
         and grid is not None
@@ -64,7 +71,7 @@ def test_rounds_of_every_depth_are_timed(kind: str) -> None:
 )
 def test_what_cannot_be_timed_is_left_out(config: PretrainedConfig, kind: str) -> None:
     """And what comes after it isn't."""
-    found = dict(timed_rounds.timed_rounds(config, [kind, "medusa"], [1]))
+    found = dict(timed_rounds.timed_rounds(config, [kind, "medusa"], [1], {}))
     assert found[kind] is None and (found["medusa"] is None) == (kind in ("medusa", "ngram"))
 
 
