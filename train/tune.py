@@ -6,11 +6,12 @@
     exits        sum_E w_E CE(exit after E layers, text)        decodes with drafter=exit:E
     consistency  KL(model on the text || model on a guess of it) + ar CE(text)     jacobi:K
     units        CE(placeholders behind a text, what follows it) + ar CE(text)     pads:K
+    prompts      KL(model on the text || model behind trained prompts)             ppd:M
 
 `exits` is LayerSkip (arXiv 2404.16710), `consistency` CLLM (2403.00835), `units` Lexical Unit
-Decoding (2405.15208): a file of train/tuning each. Decoding stays lossless, but with respect to the
-tuned target: how far that is from what it was is told by `loss`, of the answers that it gave to
-held-out prompts before.
+Decoding (2405.15208), `prompts` PPD (2405.18628): a file of train/tuning each. Decoding stays
+lossless, but with respect to the tuned target: how far that is from what it was is told by `loss`,
+of the answers that it gave to held-out prompts before; prompts change nothing of it.
 
 Where this differs from the papers:
 1. Sums are divided by the trained tokens of the step; rows are packed for `exits`, so that a layer
@@ -42,10 +43,11 @@ from draftsmith.train.run.settings import Settings
 from draftsmith.train.text.on_policy import Snapshot, Text, make_batches, training_examples
 from draftsmith.train.tuning.consistency import Consistency, ConsistencyObjective
 from draftsmith.train.tuning.exits import ExitObjective, Exits
+from draftsmith.train.tuning.prompts import Prompts, PromptsObjective, with_prompts
 from draftsmith.train.tuning.units import Units, UnitsObjective
 
-METHODS = ("exits", "consistency", "units")
-Tuned = ExitObjective | ConsistencyObjective | UnitsObjective
+METHODS = ("exits", "consistency", "units", "prompts")
+Tuned = ExitObjective | ConsistencyObjective | UnitsObjective | PromptsObjective
 
 
 @dataclass(kw_only=True)
@@ -54,10 +56,11 @@ class TuneConfig(Settings):
 
     entry: str = "tune"
     target: TargetSpec  # or a draft LM's folder
-    method: str  # exits | consistency | units
+    method: str  # exits | consistency | units | prompts
     exits: Exits = field(default_factory=Exits)
     consistency: Consistency = field(default_factory=Consistency)
     units: Units = field(default_factory=Units)
+    prompts: Prompts = field(default_factory=Prompts)
     lora: Lora = field(default_factory=Lora)
     data: str = "stdlib"  # see prompts.sources.read_source, or a folder that train/prepare.py wrote
     text: Text = field(default_factory=Text)
@@ -75,6 +78,11 @@ class TuneConfig(Settings):
                 f"target.quantise: got {self.target.quantise}, expected nothing: its weights are "
                 "trained; quantise the result"
             )
+        if self.method == "prompts" and (self.weight_decay or self.lora.rank):
+            raise ValueError(
+                f"method=prompts: got weight_decay={self.weight_decay:g}, lora.rank="
+                f"{self.lora.rank}, expected 0 of both: nothing else of the target changes"
+            )
         if self.compile and self.method == "exits":
             raise ValueError("got compile=true, expected false: exits are read between its layers")
 
@@ -90,7 +98,10 @@ def main(argv: list[str]) -> None:
     model, tokenizer = load_target(weights, accelerator.device)
     set_template(tokenizer, config.text.thinking, config.text.template_kwargs)
     dtype = getattr(torch, config.target.resolved(config.dtype).dtype)
-    model = with_lora(model.requires_grad_(), config.lora, given=True, seed=config.seed)
+    if config.method == "prompts":
+        model = with_prompts(model, config.prompts, vocab_size(tokenizer))
+    else:
+        model = with_lora(model.requires_grad_(), config.lora, given=True, seed=config.seed)
     snapshot = Snapshot(model, dtype)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -129,6 +140,8 @@ def make_objective(
         return ExitObjective(model, config.exits, steps=config.steps, vocab_size=size)
     if config.method == "consistency":
         return ConsistencyObjective(model, config.consistency, drafted=config.K, vocab_size=size)
+    if config.method == "prompts":
+        return PromptsObjective(model, config.prompts, vocab_size=size)
     return UnitsObjective(model, config.units, drafted=config.K, vocab_size=size)
 
 

@@ -19,7 +19,7 @@ from draftsmith.decode.untrained.foreign import ForeignDrafter, OmniDrafter, Tex
 from draftsmith.decode.untrained.jacobi import JacobiDrafter, LookaheadDrafter
 from draftsmith.decode.untrained.ngram import NgramDrafter
 from draftsmith.decode.untrained.own_layers import OwnLayersDrafter
-from draftsmith.decode.untrained.pads import PadsDrafter
+from draftsmith.decode.untrained.pads import PadsDrafter, PromptsDrafter
 from draftsmith.decode.untrained.partial_kv import PartialKVDrafter
 from draftsmith.decode.untrained.suffix import SuffixDrafter
 from draftsmith.decode.untrained.swift import SwiftDrafter
@@ -48,6 +48,7 @@ UNTRAINED: dict[str, Any] = {
     "streaming": PartialKVDrafter,
     "snapkv": PartialKVDrafter,
     "pads": PadsDrafter,
+    "ppd": PromptsDrafter,
     "suffix": SuffixDrafter,
     "recycling": TableDrafter,
     "stand": TableDrafter,

@@ -1,5 +1,7 @@
 """What only a CUDA device can show. Run by `make gpu`."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from head_folders import made
@@ -59,6 +61,7 @@ def test_fp32_identity(
     plain = Decoder(target, tiny_tokenizer).generate(PROMPTS, params)
     some = [LMDrafter(draft, vocab), LMDrafter(target, vocab)]
     ahead = _there(tiny_draft)
+    ahead.config = deepcopy(ahead.config)
     ahead.config.pard_token = 1
     some.append(lm_drafter(ahead, vocab))
     for drafter in [*some, NgramDrafter(device=DEVICE)] if mode == "chain" else some:

@@ -117,6 +117,22 @@ def test_a_model_that_says_what_pads_stand_for(tuning: Argv, tmp_path: Path) -> 
     decodes_as_plainly(tmp_path / "run/target", "pads:4", K=4)
 
 
+def test_prompts_are_all_that_is_trained_of_a_target(tuning: Argv, tmp_path: Path) -> None:
+    """They begin as one, and learn what comes after the next token; what the target says stays."""
+    prompts = ["method=prompts", "prompts.count=2", "weight_decay=0", "K=8", "text.packing=false"]
+    tune.main([*tuning, *prompts, "lr=0.05", "steps=40", "best_metric=behind", "best_mode=min"])
+    first, last = evaluations(tmp_path / "run")
+    assert last["eval_behind"] < 0.96 * first["eval_behind"]
+    assert last["eval_loss"] == first["eval_loss"]
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("of", "run/target"))
+    table = "model.embed_tokens.weight"
+    known, prompt_KH = before[table], after.pop(table)
+    assert len(prompt_KH) == len(known) + 2 and torch.equal(prompt_KH[:-2], known)
+    assert not torch.equal(prompt_KH[-1], prompt_KH[-2])
+    assert all(torch.equal(before[name], rest) for name, rest in after.items() if name in before)
+    decodes_as_plainly(tmp_path / "run/target", "ppd:2", K=8)
+
+
 @pytest.mark.parametrize("method", ["exits", *LIKE_EXITS])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(
     tuning: Argv, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +195,8 @@ def test_more_exits_need_more(tuning: Argv) -> None:
         (["method=exits", "compile=true"], "got compile=true, expected false"),
         (["method=exits", "target.quantise=int8"], "target.quantise: got int8, expected nothing"),
         (["method=exits", "K=0"], "K: got 0, expected 1 to 64"),
+        (["method=prompts"], "method=prompts: got weight_decay=0.1, .*expected 0 of both"),
+        (["method=prompts", "prompts.decay=2"], "prompts: got count=3, decay=2.0, expected"),
         (["method=units", "units.sure=1"], "units: got sure=1.0, .*expected a share"),
         (["method=consistency", "consistency.window=1"], "consistency: got window=1, .*expected 2"),
     ],

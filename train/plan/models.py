@@ -279,7 +279,10 @@ def _online(cast: Staged, entry: Any) -> None:
 
 def _tune(cast: Staged, entry: Any) -> None:
     config, (copied, tokenizer) = cast.config, cast.open_target()  # the copy that decodes
-    model = cast.masked(model_of(copied.config, torch.float32, config.lora))
+    model = model_of(copied.config, torch.float32, config.lora)
+    if config.method == "prompts":
+        model = entry.with_prompts(model, config.prompts, vocab_size(tokenizer))
+    model = cast.masked(model)
     cast.objective = entry.make_objective(config, model, tokenizer)
     cast.layered = model
 

@@ -1,0 +1,99 @@
+"""Prompts behind every guess: no answer changes, and what is guessed is what the target says behind
+its text and prompts.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from rounds import reads_nothing, records, started
+from tiny_llama import build_llama
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from truths import PROMPTS, SETTINGS, truths
+
+from draftsmith.decode.drafters.load import load_drafter
+from draftsmith.decode.drafting.base import Kept, Round
+from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.token_tree import TokenTree
+from draftsmith.decode.untrained.pads import PromptsDrafter
+
+ASKED = 3
+
+
+@pytest.fixture(scope="module")
+def target(tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """With three tokens that the tokenizer doesn't know, of which it says one thing over and over
+    where it can: prompts of it are guessed right now and then.
+    """
+    rows = len(tiny_tokenizer) + ASKED
+    return build_llama(rows, layers=2, hidden=32, seed=4).requires_grad_(False)
+
+
+class Asking(PromptsDrafter):
+    """Compares its guesses with the target's own words behind each row's text and prompts."""
+
+    seen = right = kept = 0
+    target: Any = None
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots)
+        self.text_BS = torch.zeros(rows, slots + 32, dtype=torch.int64)
+
+    def prefill(self, admitted: Any) -> None:
+        super().prefill(admitted)
+        admitted.write(self.text_BS)
+
+    def propose(self, request: Round) -> TokenTree:
+        tree = super().propose(request)
+        assert tree.topology.nodes <= request.plan.nodes
+        return tree
+
+    def extend(self, kept: Kept) -> None:
+        super().extend(kept)
+        kept.write(self.text_BS)
+        self.kept += int((kept.n_new_B - 1).clamp(min=0).sum())
+        if kept.params.greedy and self.shape[1] == ASKED:
+            for row in (kept.n_new_B > 0).nonzero()[:, 0].tolist():
+                end = int(
+                    kept.lens_B[row] + kept.n_new_B[row]
+                )  # of the text before the pending one
+                read_N = torch.cat([self.text_BS[row, :end], self.prompt_K])
+                said_K: Tensor = self.target(read_N[None]).logits[0, -ASKED:]
+                self.right += int(
+                    (said_K[:, : self.prompt_K[0]].argmax(-1) == self.guess_BK[row]).sum()
+                )
+                self.seen += ASKED
+
+
+@pytest.mark.parametrize("K", [2, 7, 11, 15])
+def test_no_answer_changes(
+    target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, K: int
+) -> None:
+    """Rows come and go; a plan of few nodes asks less, and verifies nothing."""
+    own = Asking.named("ppd", f"{ASKED}", target, len(tiny_tokenizer))
+    own.target = target
+    for params in SETTINGS:
+        decoder = Decoder(target, tiny_tokenizer, own, K=K, batch_size=3)
+        found = [c.tokens for c in decoder.generate(PROMPTS, params)]
+        assert found == truths(target, tiny_tokenizer, params)
+    assert (own.seen > 0) == (K > 2) and own.right >= 0.99 * own.seen
+
+
+def test_rounds_read_nothing_and_are_recorded(
+    target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    def own() -> Any:
+        return load_drafter("ppd:3", target, tiny_tokenizer)
+
+    decoder = Decoder(target, tiny_tokenizer, own(), K=15, batch_size=3)
+    reads_nothing(decoder, started(decoder, SETTINGS[1]))
+    records((target, tiny_tokenizer), own(), SETTINGS[1], K=15)
+
+
+def test_a_target_without_prompts_is_refused(
+    tiny_target: PreTrainedModel, target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for model, name in ((tiny_target, "ppd:1"), (target, "ppd:4"), (target, "ppd:x")):
+        with pytest.raises(ValueError, match="expected ppd:M, of at most as many prompts"):
+            load_drafter(name, model, tiny_tokenizer)
