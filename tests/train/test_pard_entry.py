@@ -10,6 +10,9 @@ from draftsmith.decode.engine.decoder import Decoder
 from draftsmith.models.disk.store import read_lines
 from draftsmith.models.servers.export import serve_line
 from draftsmith.train import distill
+from draftsmith.train.plan.table import plan
+
+BARE = "pard.levels=0"
 
 
 def test_a_draft_learns_to_draft_in_one_pass(
@@ -40,6 +43,10 @@ def test_a_draft_learns_to_draft_in_one_pass(
     first, *lines = serve_line(folder, str(target)).splitlines()
     assert '"parallel_drafting": true' in first and "vllm serve" in first
     assert [line for line in lines if "mask_token_id" in line and "PARD" in line]
-    distill.main([*same, "steps=1", f"draft={folder}", f"out={tmp_path / 'second'}"])
+    again = [*same, "steps=1", f"draft={folder}", f"out={tmp_path / 'second'}"]
+    planned = [plan(["entry=distill", "gpu=cpu", *part]) for part in (again, [*again, BARE])]
+    passes, bare = (one.choices[0].held.step for one in planned)
+    assert passes > 1.1 * bare, "of text and MASKs"
+    distill.main(again)
     second = json.loads((tmp_path / "second/drafter/config.json").read_text())
     assert second["pard_token"] == config["pard_token"]

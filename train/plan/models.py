@@ -183,6 +183,8 @@ def _distill(cast: Staged, entry: Any) -> None:
     else:
         begins = (config.draft, config.lora, False, target, tokenizer, config.seed)
         draft = cast.masked(open_draft(*begins))
+    if config.pard.levels:
+        draft.config.pard_token = 0  # whichever it is
     cast.also(draft, target.dtype)
     reference = None
     if config.tokens.reference:
