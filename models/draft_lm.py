@@ -113,7 +113,7 @@ def pard_levels(config: Mapping[str, Any]) -> int:
     """How many tokens such a draft LM drafts in a pass, PARD's `para_num`; its own 8 where that
     isn't said.
     """
-    return int(config.get("para_num", 8))
+    return int(config.get("para_num") or 8)
 
 
 def recast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -74,7 +74,7 @@ DRAFT, PARD = "draft", "pard"
 LEVELS = 5  # tokens of a pass, of the block drafters too
 RECIPES = {
     DRAFT: Recipe("distill", "quickstart/distill", 1e-2),
-    PARD: Recipe("distill", "pard/gsm8k", 1e-2, (f"pard.levels={LEVELS}", "best_metric=alpha")),
+    PARD: Recipe("distill", "pard/gsm8k", 1e-2, (f"pard.levels={LEVELS}",)),
     "medusa": Recipe("heads", "medusa/quickstart", 5e-3),
     "hydra": Recipe("heads", "hydra/quickstart", 5e-3),
     "hydra++": Recipe("heads", "hydra/gsm8k-plus", 5e-3),

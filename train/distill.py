@@ -81,6 +81,15 @@ class DistillConfig(Settings):
     best_metric: str = "alpha"
     best_mode: str = "max"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.pard.levels < self.K:
+            raise ValueError(
+                f"got K={self.K} with pard.levels={self.pard.levels}, expected K in it"
+            )
+        if self.pard.levels and self.best_metric == "alpha":  # which is the first token's
+            self.best_metric = "tau"
+
     @property
     def warp(self) -> SamplingParams:
         """How both sides' logits become distributions, and held-out answers are written."""

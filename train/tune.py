@@ -78,10 +78,12 @@ class TuneConfig(Settings):
                 f"target.quantise: got {self.target.quantise}, expected nothing: its weights are "
                 "trained; quantise the result"
             )
-        if self.method == "prompts" and (self.weight_decay or self.lora.rank):
+        alone = self.optimizer != "muon" and not (self.weight_decay or self.lora.rank)
+        if self.method == "prompts" and not alone:
             raise ValueError(
                 f"method=prompts: got weight_decay={self.weight_decay:g}, lora.rank="
-                f"{self.lora.rank}, expected 0 of both: nothing else of the target changes"
+                f"{self.lora.rank}, optimizer={self.optimizer}, expected 0 of both, and adamw or "
+                "sgd: embeddings of a few tokens are all that changes"
             )
         if self.compile and self.method == "exits":
             raise ValueError("got compile=true, expected false: exits are read between its layers")

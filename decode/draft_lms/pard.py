@@ -13,7 +13,11 @@ Shapes: B rows, W tokens of a tail, M fed in a pass, K levels, L tokens of a kep
 vocabulary.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_lms.lm import LMDrafter
@@ -29,8 +33,8 @@ from draftsmith.models.vocab import DraftVocab
 
 
 class PardDrafter(LMDrafter):
-    """unfed_B: how many of a row's last tokens wait, the pending one among them; most: that may.
-    ValueError for a model that keeps a state in the place of keys and values.
+    """unfed_B: how many of a row's last tokens wait, the pending one among them. ValueError for a
+    MASK that the model hasn't, and for one that keeps a state in the place of keys and values.
     """
 
     kind = "pard"
@@ -42,24 +46,28 @@ class PardDrafter(LMDrafter):
         self, model: PreTrainedModel, vocab_size: int, vocab: DraftVocab | None = None
     ) -> None:
         super().__init__(model, vocab_size, vocab)
+        table: Any = model.get_input_embeddings().weight
         mask = mask_token(vars(model.config))
-        assert mask is not None, "any other draft LM is asked token by token"
+        self.mask, self.levels = -1 if mask is None else mask, pard_levels(vars(model.config))
+        if not 0 <= self.mask < table.shape[0] or self.levels < 1:
+            raise ValueError(
+                f"drafter: got pard_token={mask}, para_num={self.levels} of a draft LM with "
+                f"{table.shape[0]} embeddings, expected one of these, and tokens of a pass"
+            )
         if self.runner.mixers:
             raise ValueError(
                 f"drafter: got a {model.config.model_type} with a pard_token, expected a model "
                 "with keys and values for each token: a state can't forget its MASKs"
             )
-        self.mask, self.levels = mask, pard_levels(vars(model.config))
         self.tail = self.levels + 1
 
     @property
     def size(self) -> ModelSize:
-        return ModelSize.of(self.runner, scratch=self.tail)
+        return replace(ModelSize.of(self.runner), scratch=self.tail, ahead=self.levels)
 
     def reset(self, rows: int, slots: int) -> None:
         super().reset(rows, slots + self.tail)
         self.unfed_B = torch.ones_like(self.tail_BW[:, 0])
-        self._waits(1)
 
     def prefill(self, admitted: Admitted) -> None:
         super().prefill(admitted)
@@ -73,7 +81,6 @@ class PardDrafter(LMDrafter):
         native, rows = self.runner.native, len(self.tail_BW)
         if native is None or not native.steps(rows * (self.tail + nodes - 2)):
             return None
-        self._waits(self.tail)  # as far as anybody knows who doesn't look
         drawn = Draws(self.runner.head, temperature, self.pool, self.runner.context)
         return pard_rounds(native, drawn, self.mask, self.tail_BW, self.unfed_B)
 
@@ -83,34 +90,36 @@ class PardDrafter(LMDrafter):
     def extend(self, kept: Kept) -> None:
         super().extend(kept._replace(path_BL=None))
         self.unfed_B.copy_(torch.where(kept.n_new_B > 0, kept.n_new_B, self.unfed_B))
-        self._waits(kept.tokens_BL.shape[1])
 
     def catch_up(self, kept: Kept) -> None:
         """All but the pending token."""
         known_BM = torch.cat([self.tail_BW, kept.tokens_BL], 1)
-        step_M = torch.arange(self.most + kept.tokens_BL.shape[1] - 1, device=known_BM.device)
-        at_BM = self.tail - self.unfed_B[:, None] + step_M
+        first_B1, at_BM = self._waiting(kept.lens_B, known_BM.shape[1] - 1)
         tokens_BM = known_BM.gather(1, at_BM.clamp(max=known_BM.shape[1] - 1))
-        self._take_in(tokens_BM, kept.lens_B[:, None] + 1 - self.unfed_B[:, None], kept)
+        self._take_in(tokens_BM, first_B1, kept)
         self.extend(kept)
         self.unfed_B.fill_(1)
-        self._waits(1)
 
-    def _waits(self, most: int) -> None:
-        self.most, self.form = most, str(most)
+    def _waiting(self, lens_B: Tensor, many: int) -> tuple[Tensor, Tensor]:
+        """Where in its text [B, 1] and from which places of its tail on [B, many] what waits of a
+        row begins; of a row that nobody holds any more no sooner than its text.
+        """
+        unfed_B1 = torch.minimum(self.unfed_B, lens_B)[:, None]
+        place_BM = self.tail - unfed_B1 + torch.arange(many, device=lens_B.device)
+        return lens_B[:, None] + 1 - unfed_B1, place_BM
 
     def _drafted(self, request: Round) -> Fed:
-        """Of all levels."""
-        levels, unfed_B1 = request.plan.levels, self.unfed_B[:, None]
-        step_M = torch.arange(self.most + levels - 1, device=unfed_B1.device)
-        place_BM = (self.tail - unfed_B1 + step_M).clamp(max=self.tail - 1)
-        known_BM = self.tail_BW.gather(1, place_BM)
-        tokens_BM = torch.where(step_M < unfed_B1, known_BM, self.mask)
-        at_BM = request.lens_B[:, None] + 1 - unfed_B1 + step_M
+        """Of all levels. As many tokens are fed as may wait: a GPU doesn't say how many do."""
+        levels, last = request.plan.levels, self.tail - 1
+        first_B1, place_BM = self._waiting(request.lens_B, last + levels)
+        known_BM = self.tail_BW.gather(1, place_BM.clamp(max=last))
+        tokens_BM = torch.where(place_BM <= last, known_BM, self.mask)
+        step_M = torch.arange(last + levels, device=place_BM.device)
+        at_BM = first_B1 + step_M
         width = min(round_up(request.top + len(step_M) + 1), self.pool.slots)
         fed = tokens_BM, at_BM, at_BM, Seen(at_BM[:, 0], width)
         hidden_BMH, _ = self.runner.verify(self.pool, *fed)
-        hidden_BKH = picked(hidden_BMH, unfed_B1 - 1 + step_M[:levels])
+        hidden_BKH = picked(hidden_BMH, last - place_BM[:, :1] + step_M[:levels])
         return Fed(self.runner.logits(hidden_BKH), hidden_BKH)
 
     @property

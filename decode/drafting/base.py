@@ -268,6 +268,7 @@ class Drafter(Protocol):
     room: int = ANY_DEPTH  # slots that a round's drafted tokens may take
     shares: bool = False  # whether it drafts in the target's own keys and values
     chooses: bool = False  # whether it is told what the target chose at every node
+    asks: bool = False  # whether its trees hold tokens that no target chooses
     likeliest: int = 0  # how many of the target's likeliest tokens at every node it is told
     remembers: bool = False  # whether what it drafts depends on earlier answers
     host: bool = False  # whether it works on the host: a round then reads the device

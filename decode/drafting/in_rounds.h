@@ -180,12 +180,13 @@ struct Pard {
     int64_t mask, wide, *unfed;
     uint8_t drafted;
 
-    // What waits of each row.
-    std::vector<std::vector<int64_t>> waiting(int64_t rows) const {
+    // What waits of each row, of no more than its tokens, and how many came before that.
+    std::vector<std::vector<int64_t>> waiting(int64_t rows, std::vector<int64_t> &lens) const {
         std::vector<std::vector<int64_t>> found;
         for (int64_t b = 0; b < rows; b++) {
-            const int64_t *end = draft.tail + (b + 1) * wide;
-            found.emplace_back(end - (drafted ? 0 : unfed[b]), end);
+            const int64_t *end = draft.tail + (b + 1) * wide, waits = std::min(unfed[b], lens[b]);
+            found.emplace_back(end - (drafted ? 0 : waits), end);
+            lens[b] += 1 - int64_t(found[b].size());
         }
         return found;
     }
@@ -211,18 +212,17 @@ static std::vector<bf16> fed_behind(const Pard &d, const std::vector<std::vector
 extern "C" void draft_pard(Pard *d, Round *r) {
     int64_t K = r->nodes - 1;
     std::vector<int64_t> lens(r->lens, r->lens + r->rows);
-    for (int64_t b = 0; b < r->rows; b++) lens[b] += 1 - d->unfed[b];
-    std::vector<bf16> read = fed_behind(*d, d->waiting(r->rows), lens, K - 1);
+    std::vector<std::vector<int64_t>> waits = d->waiting(r->rows, lens);
+    std::vector<bf16> read = fed_behind(*d, waits, lens, K - 1);
     d->drafted = 1;
     tell_all(*d->draft.chain, r, read.data(), K, d->draft.body->hidden);
 }
 // Of more than may wait all but the pending one are fed at once.
 extern "C" void told_pard(Pard *d, Round *r) {
     int64_t B = r->rows, most = 0;
-    std::vector<std::vector<int64_t>> waits = d->waiting(B);
     std::vector<int64_t> lens(r->before, r->before + B);
+    std::vector<std::vector<int64_t>> waits = d->waiting(B, lens);
     for (int64_t b = 0; b < B; b++) {
-        lens[b] += 1 - int64_t(waits[b].size());
         waits[b].insert(waits[b].end(), r->told(b), r->told(b) + r->emitted(b));
         most = std::max(most, int64_t(waits[b].size()));
         int64_t n = std::min(r->emitted(b), d->wide), *tail = d->draft.tail + b * d->wide;

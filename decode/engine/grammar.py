@@ -71,7 +71,9 @@ class Grammar:
             del taken[shared:]
             for step in paths[node][shared:]:
                 token = tokens_N[step]
-                if token in self.ends or not self.matcher.try_consume_tokens([token]):
+                if token in self.ends or token >= vocab:  # a prompt's: no text has it
+                    break
+                if not self.matcher.try_consume_tokens([token]):
                     break
                 taken.append(step)
             if taken == paths[node]:

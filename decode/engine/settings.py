@@ -141,6 +141,11 @@ class DecodeSettings:
                 f"policy {self.policy}: got {of}, which learns from every token that is verified; "
                 "use policy=auto"
             )
+        if self.lossy and drafter.asks:
+            raise ValueError(
+                f"lossy: got {self.lossy} with {of}, of whose tokens the target has no law, "
+                "expected no lossy acceptance"
+            )
         if self.needs_q and not drafter.samples:
             raise ValueError(
                 f"lossy: got {self.lossy} with {of}, which has no distribution to compare; use "

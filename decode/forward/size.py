@@ -37,7 +37,7 @@ class ModelSize:
     channels: int = 0
 
     @classmethod
-    def of(cls, runner: Runner, scratch: int = 0) -> "ModelSize":
+    def of(cls, runner: Runner) -> "ModelSize":
         """The size of the model that a runner runs."""
         hidden, taps = runner.config.hidden_size, runner.taps
         inside = sum(tap != NORM for tap in taps)  # the last state is the pass's own output
@@ -47,7 +47,6 @@ class ModelSize:
             runner.dtype,
             beside=inside * hidden,
             handed=len(taps) * hidden,
-            scratch=scratch,
             state=sum(mixer.row_bytes for mixer in mixers),
             fresh=sum(mixer.node_bytes for mixer in mixers),
             channels=max((mixer.conv_shape[1] for mixer in mixers), default=0),

@@ -164,11 +164,11 @@ def show(writer: TraceWriter, seconds: float) -> None:
 
 def check_mixing(drafter: Drafter | None, params: SamplingParams, share: float) -> LMDrafter:
     """The draft, if rows can be mixed with it; ValueError if not."""
-    if not isinstance(drafter, LMDrafter):
+    if not isinstance(drafter, LMDrafter) or drafter.one_pass:
         raise ValueError(
             f"source=mixed: got a drafter of kind {drafter.kind if drafter else None}, expected a "
-            "draft LM; a head reads the target's states, which a mixed text has not; use "
-            "source=decoder"
+            "draft LM that drafts token by token; a head reads the target's states, which a mixed "
+            "text has not; use source=decoder"
         )
     if params.greedy:
         raise ValueError(

@@ -8,12 +8,14 @@ next round verifies it. For targets that know what a placeholder stands for.
 
 `pads` goes by two rounds in turn: one asks, whose placeholders are never kept, one verifies; so K
 tokens cost two passes at best, (K + 2) / 2 a pass. `ppd` asks behind every guess that it verifies:
-M + 1 tokens a pass at best, of (M + 1)^2 nodes. A prompt is never kept, since no target chooses it.
+M + 1 tokens a pass at best, of (M + 1)^2 nodes. A prompt is never kept, since no target chooses it;
+rules that keep what isn't chosen are refused.
 
 Shapes: B rows, R of them just admitted, K guesses, P prompts of a tree, N nodes.
 """
 
 from functools import cache
+from math import isqrt
 from typing import Any, Self
 
 import torch
@@ -55,10 +57,11 @@ class PadsDrafter(JacobiDrafter):
 
 class PromptsDrafter(JacobiDrafter):
     """A plan's nodes are guesses, the target's choices after the last kept token's prompts, and
-    behind each, the pending token too, prompts. shape: how many of both there were.
+    behind each, the pending token too, as many prompts. shape: how many of both there were.
     """
 
     kind = "ppd"
+    asks = True
     shape = 0, 0
     prompt_K: Tensor
 
@@ -85,8 +88,8 @@ class PromptsDrafter(JacobiDrafter):
 
     def propose(self, request: Round) -> TokenTree:
         most, nodes, rows = len(self.prompt_K), request.plan.nodes, len(request.pending_B)
-        few = min(most, nodes - 1)
-        self.shape = guesses, few = min(most, nodes // (1 + few) - 1), few
+        guesses = min(most, isqrt(nodes) - 1)
+        self.shape = guesses, few = guesses, max(1, guesses)
         prompt_BP = self.prompt_K[:few].repeat(1 + guesses).expand(rows, -1)
         parts_BN = request.pending_B[:, None], self.guess_BK[:, :guesses], prompt_BP
         topology = _behind_each(guesses, few, self.device)

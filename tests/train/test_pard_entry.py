@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.decode.draft_lms.pard import PardDrafter
@@ -43,10 +44,15 @@ def test_a_draft_learns_to_draft_in_one_pass(
     first, *lines = serve_line(folder, str(target)).splitlines()
     assert '"parallel_drafting": true' in first and "vllm serve" in first
     assert [line for line in lines if "mask_token_id" in line and "PARD" in line]
-    again = [*same, "steps=1", f"draft={folder}", f"out={tmp_path / 'second'}"]
-    planned = [plan(["entry=distill", "gpu=cpu", *part]) for part in (again, [*again, BARE])]
+    asked = ["entry=distill", "gpu=cpu", *same, *fresh, "steps=1", f"out={tmp_path / 'planned'}"]
+    planned = [plan([*asked, *more]) for more in ([], [BARE])]
     passes, bare = (one.choices[0].held.step for one in planned)
     assert passes > 1.1 * bare, "of text and MASKs"
+    again = [*same, "steps=1", f"draft={folder}", f"out={tmp_path / 'second'}"]
+    with pytest.raises(ValueError, match="would unlearn them"):
+        distill.main([*again, BARE])
+    with pytest.raises(ValueError, match="got K=4, expected at most pard"):
+        distill.main([*again, "K=4"])
     distill.main(again)
     second = json.loads((tmp_path / "second/drafter/config.json").read_text())
     assert second["pard_token"] == config["pard_token"]

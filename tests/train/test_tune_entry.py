@@ -200,6 +200,7 @@ def test_more_exits_need_more(tuning: Argv) -> None:
         (["method=exits", "target.quantise=int8"], "target.quantise: got int8, expected nothing"),
         (["method=exits", "K=0"], "K: got 0, expected 1 to 64"),
         (["method=prompts"], "method=prompts: got weight_decay=0.1, .*expected 0 of both"),
+        (["method=prompts", "weight_decay=0", "optimizer=muon"], "optimizer=muon, expected 0"),
         (["method=prompts", "prompts.decay=2"], "prompts: got count=3, decay=2.0, expected"),
         (["method=units", "units.sure=1"], "units: got sure=1.0, .*expected a share"),
         (["method=consistency", "consistency.window=1"], "consistency: got window=1, .*expected 2"),

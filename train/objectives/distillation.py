@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import SamplingParams
+from draftsmith.models.draft_lm import mask_token
 from draftsmith.models.target import check_split, cut_rows, output_head, without_bias
 from draftsmith.train.losses.chunked import Divergence, Side, chunked_cross_entropy
 from draftsmith.train.losses.pure import (
@@ -76,6 +77,7 @@ class Distillation(Counting):
 
     mean_alpha: Tensor
     mean_worth: Tensor
+    masks = False  # whether it shows the draft MASKs
 
     def __init__(
         self,
@@ -93,6 +95,11 @@ class Distillation(Counting):
         self.weighting = weighting or Weighting()
         check(self.weighting)
         check_split(draft)
+        if mask_token(vars(draft.config)) is not None and not self.masks:
+            raise ValueError(
+                "draft: got one that drafts a round in one pass (pard_token), expected pard.levels "
+                "with it: training that shows it no MASKs would unlearn them"
+            )
         self.stages, self.beta = loss
         self.draft, self.head = draft, head
         self._teacher, self._reference = teacher, (reference,)
@@ -145,8 +152,11 @@ class Distillation(Counting):
         """The loss on all trained tokens, alpha, and where the argmaxes agree. teacher: for text
         that the one of training doesn't know.
         """
-        rows, weight_N = (teacher or self._teacher)(batch), batch.loss_mask.flatten().float()
         q = hidden_and_head(self.draft, batch, self.vocab_size)
+        return self._measured(batch, (teacher or self._teacher)(batch), q)
+
+    def _measured(self, batch: Batch, rows: TargetRows, q: Side) -> StepOutput:
+        weight_N = batch.loss_mask.flatten().float()
         loss, _ = self._score(batch, rows, q, weight_N)
         found = rows.divergence(agreement, q, weight_N, self.warp.transform)
         alpha = found.total if self.warp.greedy else found.alpha_N.sum()

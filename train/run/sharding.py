@@ -68,6 +68,11 @@ def check_mode(found: str, settings: Settings) -> None:
             f"got lora.rank={lora} under {found}, which would cut and save the frozen weights too: "
             "use DDP or ZeRO-2, adapters and their moments are small"
         )
+    if found in SHARDED and setting(settings, "method") == "prompts":
+        raise ValueError(
+            f"got method=prompts under {found}, which would train all embeddings: use DDP or "
+            "ZeRO-2, prompts are few"
+        )
     if found == "zero3" and settings.compile:
         raise ValueError("got compile=true under zero3, which gathers weights in hooks: use FSDP2")
 

@@ -52,6 +52,8 @@ class PardDistillation(Distillation):
     ValueError with what chooses or weighs tokens by themselves.
     """
 
+    masks = True
+
     def __init__(self, how: Pard, draft: PreTrainedModel, *given: Any, **options: Any) -> None:
         super().__init__(draft, *given, **options)
         if self.weighting.select or self.weighting.by_depth or self.head is not None:
@@ -82,10 +84,9 @@ class PardDistillation(Distillation):
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: Any = None) -> StepOutput:
-        found = super().measure(batch, teacher)
         rows = (teacher or self._teacher)(batch)
-        _, version, depth_N = self._sides(batch, 0)
-        behind_N = depth_N > 0
+        text, version, depth_N = self._sides(batch, 0)
+        found, behind_N = self._measured(batch, rows, text), depth_N > 0
         behind = rows.divergence(agreement, version, behind_N.float(), self.warp.transform)
         kept_N = behind.loss_N if self.warp.greedy else behind.alpha_N
         ahead = _share(kept_N, behind_N, batch.loss_mask)

@@ -62,8 +62,9 @@ class PromptsObjective(BesideText):
         behind_BT = (places(batch) - begin_BT).clamp(max=self.how.count - 1)
         text, version = self.sides(batch, self.vocab_size + behind_BT, begin_BT)
         weight_N = (inside(begin_BT) * self.how.decay**behind_BT).flatten()
-        p_NH, p_head_VH = (part.detach() for part in text)
-        found = chunked_divergence(forward_kl, *version, p_NH, p_head_VH, weight_N)
+        (p_NH, head_VH), (q_NH, _) = text, version
+        both = q_NH, head_VH.detach(), p_NH.detach(), head_VH.detach()  # LM heads are frozen
+        found = chunked_divergence(forward_kl, *both, weight_N)
         metrics = {"prompts": found.loss_N.sum(), "asked": inside(begin_BT).sum()}
         return StepOutput(found.total, batch.loss_mask.sum(), metrics)
 

@@ -22,6 +22,7 @@ from draftsmith.decode.draft_lms.pard import PardDrafter, lm_drafter
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Drafter, Fed, Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.traces.record import check_mixing
 
 MASK, LEVELS = 5, 6
 HOW: list[dict[str, Any]] = [
@@ -159,6 +160,29 @@ def test_a_folder_says_so(
         assert told == expected
 
 
+def test_a_later_version_goes_on_and_short_texts_are_no_shorter(
+    tiny_target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, draft: PreTrainedModel
+) -> None:
+    """What waits in a row that was taken by another prompt while nothing was drafted counts for no
+    more than that prompt has.
+    """
+    pair, vocab = (tiny_target, tiny_tokenizer), len(tiny_tokenizer)
+    decoder = Decoder(*pair, lm_drafter(draft, vocab), K=4, batch_size=2)
+    session = started(decoder, SETTINGS[0])
+    session.swap_drafter(lm_drafter(draft, vocab))
+    for _ in range(3):
+        session.step()
+    resting = Decoder(*pair, lm_drafter(draft, vocab), K=6, policy="table:1-2=6,3-=0", batch_size=3)
+    short = [[7], [8], [9]]
+    for texts in ([[7, 8, 9, 10, 11, 12]] * 3, short):
+        found = [c.tokens for c in resting.generate(texts, LONGER[0])]
+        assert found == truths(*pair, LONGER[0], texts)
+    costs = Decoder(*pair, lm_drafter(draft, vocab), K=6, policy="cost")
+    assert [c.tokens for c in costs.generate(short, SETTINGS[0])] == truths(
+        *pair, SETTINGS[0], short
+    )
+
+
 def test_what_goes_token_by_token_is_refused(
     tiny_target: PreTrainedModel,
     tiny_tokenizer: PreTrainedTokenizerBase,
@@ -169,6 +193,13 @@ def test_what_goes_token_by_token_is_refused(
     for name in ("easy:2", "ahead:2", "rapid:200"):
         with pytest.raises(ValueError, match="a drafter of kind pard, expected"):
             load_drafter(f"{name}+{path}", tiny_target, tiny_tokenizer)
+    wrong = model(len(tiny_tokenizer))
+    for mask, levels in ((len(tiny_tokenizer), 6), (MASK, -1)):
+        wrong.config.pard_token, wrong.config.para_num = mask, levels
+        with pytest.raises(ValueError, match="with 320 embeddings, expected one of these"):
+            lm_drafter(wrong, len(tiny_tokenizer))
     own = lm_drafter(draft, len(tiny_tokenizer))
+    with pytest.raises(ValueError, match="draft LM that drafts token by token"):
+        check_mixing(own, SETTINGS[1], 0.2)
     with pytest.raises(ValueError, match="give K=6 or less"):
         Decoder(tiny_target, tiny_tokenizer, own, K=LEVELS + 1)

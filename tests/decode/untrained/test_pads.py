@@ -15,6 +15,7 @@ from truths import PROMPTS, SETTINGS, truths
 from draftsmith.decode.drafters.load import load_drafter
 from draftsmith.decode.drafting.base import Kept, Round
 from draftsmith.decode.engine.decoder import Decoder
+from draftsmith.decode.sampling import SamplingParams
 from draftsmith.decode.token_tree import TokenTree
 from draftsmith.decode.untrained.pads import PromptsDrafter
 
@@ -66,7 +67,7 @@ class Asking(PromptsDrafter):
                 self.seen += ASKED
 
 
-@pytest.mark.parametrize("K", [2, 7, 11, 15])
+@pytest.mark.parametrize("K", [2, 3, 8, 15])
 def test_no_answer_changes(
     target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase, K: int
 ) -> None:
@@ -77,7 +78,7 @@ def test_no_answer_changes(
         decoder = Decoder(target, tiny_tokenizer, own, K=K, batch_size=3)
         found = [c.tokens for c in decoder.generate(PROMPTS, params)]
         assert found == truths(target, tiny_tokenizer, params)
-    assert (own.seen > 0) == (K > 2) and own.right >= 0.99 * own.seen
+    assert (own.seen > 0) == (K == 15) and own.right >= 0.99 * own.seen
 
 
 def test_rounds_read_nothing_and_are_recorded(
@@ -97,3 +98,21 @@ def test_a_target_without_prompts_is_refused(
     for model, name in ((tiny_target, "ppd:1"), (target, "ppd:4"), (target, "ppd:x")):
         with pytest.raises(ValueError, match="expected ppd:M, of at most as many prompts"):
             load_drafter(name, model, tiny_tokenizer)
+
+
+def test_what_would_keep_a_prompt_is_refused_and_a_grammar_knows_none(
+    target: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    own: Any = load_drafter("ppd:3", target, tiny_tokenizer)
+    for lossy in ("typical", "lenience:0.5"):
+        with pytest.raises(ValueError, match="of whose tokens the target has no law"):
+            Decoder(target, tiny_tokenizer, own, K=15, lossy=lossy, allow_lossy=True)
+    schema = '{"type": "array", "items": {"type": "integer"}, "maxItems": 3}'
+    params = SamplingParams(1.0, max_new_tokens=24, seed=3, json_schema=schema)
+    plain, found = (
+        Decoder(target, tiny_tokenizer, drafter, K=15).generate(PROMPTS[:2], params)
+        for drafter in (None, own)
+    )
+    assert [(c.tokens, c.finish_reason) for c in found] == [
+        (c.tokens, c.finish_reason) for c in plain
+    ]
