@@ -84,9 +84,7 @@ class DistillConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if 0 < self.pard.levels < self.K:
-            raise ValueError(
-                f"got K={self.K} with pard.levels={self.pard.levels}, expected K in it"
-            )
+            raise ValueError(f"got K={self.K}, expected at most pard.levels={self.pard.levels}")
         if self.pard.levels and self.best_metric == "alpha":  # which is the first token's
             self.best_metric = "tau"
 
