@@ -198,8 +198,9 @@ def test_a_chain_drafted_at_once_is_torchs(
     def late(*given: Any) -> TokenTree:
         return grow_tree.grow_at_once(*given[:-1], given[-1] + 20)
 
-    module = "lm" if name in LMS else "block" if name == BLOCK else "eagle"
-    module = "untrained.own_layers" if name in OWN else f"drafters.{module}"
+    module = "drafters.block" if name == BLOCK else "drafters.eagle"
+    module = "draft_lms.lm" if name in LMS else module
+    module = "untrained.own_layers" if name in OWN else module
     monkeypatch.setattr(f"draftsmith.decode.{module}.grow_at_once", late)
     assert told_apart(drafter, request)[0] > 0.02
 
