@@ -298,7 +298,8 @@ def runs_of(
         if not begun:
             best = best_draft(settings, config, kind)
             begun = [f"model.{size}={getattr(best, size)}" for size in RECIPE]
-        said = shared | {"recipe": name, "out": out, "heldout.limit": 0}
+        said = shared | {"recipe": name, "out": out}
+        said |= {"heldout.limit": 0} if entry == "pretrain" else {}
         yield out, entry, [*(f"{k}={v}" for k, v in said.items()), *begun]
         begun = [f"draft.path={out / 'drafter'}"]
     said = shared | {"recipe": recipe.name, "out": last}

@@ -123,6 +123,7 @@ def test_the_budget_is_shared_by_both_runs_of_a_draft(asked: Argv, tmp_path: Pat
         *("pard-pretrained", "pard-distilled", "pard")
     ]
     assert all("seconds=3.0" in words for *_, words in (first, second, last))
+    assert "heldout.limit=0" in first[2] and "heldout.limit=16" in second[2]
     assert "model.layers=3" in first[2] and f"draft.path={first[0] / 'drafter'}" in second[2]
     assert {f"draft.path={second[0] / 'drafter'}", "pard.levels=5", "recipe=pard/gsm8k"} < {
         *last[2]
