@@ -105,15 +105,13 @@ def mask_token(config: Mapping[str, Any]) -> int | None:
     """MASK, the token that stands for one not known yet in a draft LM that drafts several in a
     pass, by a config that names it as PARD or as vLLM does; None for any other.
     """
-    found = (config.get(name) for name in ("pard_token", "ptd_token_id"))
-    return next((int(token) for token in found if token is not None and token >= 0), None)
+    named = config.get("pard_token"), config.get("ptd_token_id")
+    return next((int(token) for token in named if token is not None and token >= 0), None)
 
 
-def pard_levels(config: Mapping[str, Any]) -> int:
-    """How many tokens such a draft LM drafts in a pass, PARD's `para_num`; its own 8 where that
-    isn't said.
-    """
-    return int(config.get("para_num") or 8)
+def set_mask(config: PretrainedConfig, mask: int, levels: int) -> None:
+    """Let a draft LM's config say both, as PARD's own do."""
+    config.pard_token, config.para_num, config.spd_type = mask, levels, "pard"
 
 
 def recast(module: nn.Module, dtype: torch.dtype) -> None:

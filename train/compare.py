@@ -49,6 +49,7 @@ from draftsmith.launch import run_as_user
 from draftsmith.models.disk.provenance import command_line, git_commit, machine, versions
 from draftsmith.models.disk.read_lm import load_config
 from draftsmith.models.disk.store import Manifest, hold, read_lines, write_atomically
+from draftsmith.models.draft_lm import set_mask
 from draftsmith.models.folder.drafter_folder import META
 from draftsmith.printed import print_table
 from draftsmith.progress import watched
@@ -222,7 +223,7 @@ def rounds_before(settings: KindsCompared, kinds: Sequence[str], config: Any) ->
         for kind in BEFORE.keys() & asked:
             drafts[kind] = config_like(config, best_draft(settings, config, kind))
         if PARD in drafts:
-            drafts[PARD].pard_token, drafts[PARD].para_num = 0, LEVELS
+            set_mask(drafts[PARD], 0, LEVELS)
     except ValueError:  # which is said where it would be trained
         asked = [kind for kind in asked if kind not in BEFORE]
     if asked and not torch.cuda.is_available():

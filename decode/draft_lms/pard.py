@@ -28,7 +28,7 @@ from draftsmith.decode.forward.kv import round_up
 from draftsmith.decode.forward.runner import Seen
 from draftsmith.decode.forward.size import ModelSize
 from draftsmith.decode.token_tree import TokenTree
-from draftsmith.models.draft_lm import mask_token, pard_levels
+from draftsmith.models.draft_lm import mask_token
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -48,7 +48,8 @@ class PardDrafter(LMDrafter):
         super().__init__(model, vocab_size, vocab)
         table: Any = model.get_input_embeddings().weight
         mask = mask_token(vars(model.config))
-        self.mask, self.levels = -1 if mask is None else mask, pard_levels(vars(model.config))
+        self.mask = -1 if mask is None else mask
+        self.levels = int(getattr(model.config, "para_num", None) or 8)  # PARD's own, if unsaid
         if not 0 <= self.mask < table.shape[0] or self.levels < 1:
             raise ValueError(
                 f"drafter: got pard_token={mask}, para_num={self.levels} of a draft LM with "

@@ -145,8 +145,7 @@ def pard_rounds(
     if not native.reads_out(drawn.head):
         return None
     held, parts = _parts(native, drawn)
-    waits = mask, tail_BW.shape[1], pointer(unfed_B)
-    made = native.made
+    waits, made = (mask, tail_BW.shape[1], pointer(unfed_B)), native.made
     pard = _Pard(_Draft(*parts, pointer(tail_BW)), *waits)
     return called(pard, held, made.draft_pard, made.told_pard)
 

@@ -189,11 +189,11 @@ def launch(
     """
     about = STACKS[stack]
     options: dict[str, Any] = {"method": method, "model": str(folder), "num_speculative_tokens": K}
-    if mask is not None:
-        options, method = options | {"parallel_drafting": True}, PASSES.get(stack, method)
     if rates:
         options |= {"rejection_sample_method": "synthetic"}
         options |= {"synthetic_acceptance_rates": list(rates)}
+    if mask is not None:
+        options, method = options | {"parallel_drafting": True}, PASSES.get(stack, method)
     draft = {"decoding_type": method, "max_draft_len": K, "speculative_model": str(folder)}
     draft |= {} if mask is None else {"mask_token_id": mask}
     yaml: dict[str, Any] = {"speculative_config": draft}

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from house_rules import house, python
 
 PRODUCT = ("models", "decode", "train", "draftsmith")
-CEILING = 48_807  # lines; a new method raises it by its own price, in the commit that brings it
+CEILING = 48_805  # lines; a new method raises it by its own price, in the commit that brings it
 
 
 def main() -> int:

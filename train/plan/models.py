@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.decode.drafters.load import composed
 from draftsmith.models.disk.read_lm import load_config, read_json
+from draftsmith.models.draft_lm import set_mask
 from draftsmith.models.heads.block import Block
 from draftsmith.models.heads.eagle import Eagle
 from draftsmith.models.heads.head import family, heads
@@ -184,7 +185,7 @@ def _distill(cast: Staged, entry: Any) -> None:
         begins = (config.draft, config.lora, False, target, tokenizer, config.seed)
         draft = cast.masked(open_draft(*begins))
     if config.pard.levels:
-        draft.config.pard_token = 0  # whichever it is
+        set_mask(draft.config, 0, config.pard.levels)  # whichever it is
     cast.also(draft, target.dtype)
     reference = None
     if config.tokens.reference:

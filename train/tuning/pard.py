@@ -13,7 +13,6 @@ Shapes: B rows, T positions, N = B * T.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.models.draft_lm import mask_token
+from draftsmith.models.draft_lm import mask_token, set_mask
 from draftsmith.models.tokenizer import vocab_size
 from draftsmith.train.losses.chunked import Side
 from draftsmith.train.losses.pure import agreement
@@ -116,13 +115,12 @@ def masked(
     """
     rows, known = draft.config.get_text_config().vocab_size, vocab_size(tokenizer)
     spare = known if known < rows else tokenizer.pad_token_id
-    told: Sequence[int | None] = (how.mask_token, mask_token(vars(draft.config)), spare)
+    told = [how.mask_token, mask_token(vars(draft.config)), spare]
     mask = next((token for token in told if token is not None and token >= 0), None)
     if mask is None or mask >= rows:
         raise ValueError(
             f"pard.mask_token: got {mask} for a draft of {rows} rows without a spare one or a "
             "padding token, expected the number of a token that no text holds"
         )
-    draft.config.pard_token, draft.config.para_num = mask, how.levels
-    draft.config.spd_type = "pard"
+    set_mask(draft.config, mask, how.levels)
     return draft

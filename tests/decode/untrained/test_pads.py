@@ -24,9 +24,7 @@ ASKED = 3
 
 @pytest.fixture(scope="module")
 def target(tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """With three tokens that the tokenizer doesn't know, of which it says one thing over and over
-    where it can: prompts of it are guessed right now and then.
-    """
+    """With embeddings of three tokens that the tokenizer doesn't know, as they come."""
     rows = len(tiny_tokenizer) + ASKED
     return build_llama(rows, layers=2, hidden=32, seed=4).requires_grad_(False)
 
@@ -34,7 +32,7 @@ def target(tiny_tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 class Asking(PromptsDrafter):
     """Compares its guesses with the target's own words behind each row's text and prompts."""
 
-    seen = right = kept = 0
+    seen = right = 0
     target: Any = None
 
     def reset(self, rows: int, slots: int) -> None:
@@ -53,7 +51,6 @@ class Asking(PromptsDrafter):
     def extend(self, kept: Kept) -> None:
         super().extend(kept)
         kept.write(self.text_BS)
-        self.kept += int((kept.n_new_B - 1).clamp(min=0).sum())
         if kept.params.greedy and self.shape[1] == ASKED:
             for row in (kept.n_new_B > 0).nonzero()[:, 0].tolist():
                 end = int(
